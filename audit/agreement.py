@@ -28,10 +28,12 @@ What the log's own region forbade, and when (`stops`), is held as long as the lo
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -92,6 +94,10 @@ from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, deco
 from policy.terms import GrantTerms
 from policy.truncation import Accepted, Truncation
 
+OUTLAWED: Final = "outlawed"
+"""The word of a stop that a policy says."""
+CLOCK_SLACK_MS: Final = 60_000
+"""By how much a leaf's time may be before that of one before it, and nothing follows from it."""
 STANDING_GRACE_MS: Final = 10_000
 """What was on its way when a pause or a deny entry reached the log may still be written down so long after it."""
 GRANTS_MAX: Final = 1 << 16
@@ -105,6 +111,10 @@ POLICIES_READ_MAX: Final = 4_096
 """Policies whose reading is remembered, with some 500 bytes each, or SENTENCE_MAX: the largest takes 0.6 s, and a leaf that names it again has 250 bytes."""
 SENTENCE_MAX: Final = 2_000
 """Characters, of why a policy does not hold: it may have any number of mistakes."""
+TIMES_MAX: Final = 1 << 16
+"""Leaves whose times run back, or are run back from, that are held of one log. A clock that is wrong so often says nothing."""
+DECISIONS_ASKED_MAX: Final = 200_000
+"""Of policies about what arrived, asked of one log for a report: 0.1 ms each, and ten times as long under policies of the largest size."""
 DECISIONS_MAX: Final = 256
 """Of policies about streams, remembered for one grant: a pattern may fit many streams. More are made anew."""
 
@@ -187,7 +197,7 @@ class Stop(NamedTuple):
     grant_id: str
     """empty of a deny entry"""
     streams: str
-    """of a deny entry, a pattern of names; else empty"""
+    """of a deny entry, a pattern of names; of a policy, the stream; else empty"""
     peer: str
     """the region it must not go to; empty: any"""
     from_ms: int
@@ -197,6 +207,14 @@ class Stop(NamedTuple):
     """the SHA-256 of the word"""
     may_wait: bool = False
     """whether what crossed before may arrive long after it: a policy is brought to nobody, and an envelope waits at the destination until the grant's rate lets it in"""
+    told_to_ms: int | None = None
+    """of a policy that still holds at the log's end: until when it is known that no later one took its place; None: it is"""
+    until_leaf: int | None = None
+    """of what ended it; None also where a policy's own dates did"""
+    sure_from_ms: int = NEVER
+    """no earlier than any leaf before it says: it is later than `from_ms` where the log's clock had been set back"""
+    sure_until_ms: int | None = None
+    """no later than any leaf behind its end says: the clock may have been ahead then"""
 
 
 class _Policy(NamedTuple):
@@ -362,8 +380,11 @@ class Agreements:
         self._policies: dict[str, dict[bytes, _Policy]] = {}
         self._read_policies: dict[bytes, dict[str, Any] | str] = {}
         """by the SHA-256 of the document, what its leaf repeats, or why it does not hold"""
+        self._times = _Times()
+        self._in_force: list[_Policy] = []
+        """the policies of the own region that were in force, one after the other"""
         self._has_forgotten = False
-        """whether some policies of the own region are held no more: which was in force when is not known then"""
+        """whether some of them are held no more: which was in force when is not known then"""
         self._denied = Denied()
         self._own_denies = _Stops()
         self.documents = 0
@@ -384,6 +405,7 @@ class Agreements:
             return []
         if leaf.version == 1:
             return []
+        self._times.take(index, header.time_ms)
         what = header.kind.name if not header.grant_id else f"{header.kind.name} of {header.grant_id}"
         try:
             data = load(header)
@@ -504,14 +526,28 @@ class Agreements:
             if known.era < era:
                 # The same text, signed again under a later key.
                 held[policy.hash] = known._replace(era=era)
-            if policy.region == self._origin.region and len(held) == 1:
-                # Nothing was complete without it.
-                for grant, about in self._grants.items():
-                    self._remember_older(about, grant, header.time_ms)
+            if policy.region == self._origin.region:
+                self._came_into_force(_Policy(policy, index, header.time_ms, era, header.document_sha256))
+                if len(held) == 1:
+                    # Nothing was complete without it.
+                    for grant, about in self._grants.items():
+                        self._remember_older(about, grant, header.time_ms)
             if len(held) > POLICIES_MAX:
                 self._policies[policy.region] = self._half_of(held)
                 self._has_forgotten |= policy.region == self._origin.region
         return differing
+
+    def _came_into_force(self, found: _Policy) -> None:
+        """A policy of the own region, unless one that outranks it is in force. An earlier text may come back, under a later key: then it is in force from this leaf on, and what it says
+        of the time before is nothing."""
+        newest = self._in_force[-1] if self._in_force else None
+        if newest is not None and found.rank <= newest.rank:
+            return
+        if newest is not None and newest.policy.hash == found.policy.hash:
+            self._in_force[-1] = newest._replace(era=found.era)
+        else:
+            # Of what was forgotten nothing is concluded, and what was replaced a moment ago is asked still.
+            self._in_force = [*(self._in_force[-1:] if self._has_forgotten else self._in_force), found]
 
     def _half_of(self, policies: dict[bytes, _Policy]) -> dict[bytes, _Policy]:
         """The newest of these revisions, those that a half was made under before all others."""
@@ -685,9 +721,8 @@ class Agreements:
             return ""
         export, accepted, own = held.exports[-1], held.imports[-1], self._own(header)
         until_ms = header.time_ms - STANDING_GRACE_MS
-        known = (each for each in self._policies.get(own, {}).values() if each.time_ms <= until_ms)
-        newest = max(known, key=lambda each: each.rank, default=None)
-        if newest is None:
+        newest = next((each for each in reversed(self._in_force) if each.time_ms <= until_ms), None)
+        if newest is None or own != self._origin.region:
             return ""
         policy = newest.policy
         if not policy.in_force(until_ms):
@@ -1043,59 +1078,144 @@ class Agreements:
         return tuple(sorted(self._grants))
 
     def stops(self) -> tuple[Stop, ...]:
-        """What the log's own region forbade to leave it: its revocations and pauses of grants out of it, its deny entries. An agent that
+        """What the log's own region forbade to leave it by its words: its revocations and pauses of grants out of it, its deny entries. An agent that
         keeps such a document to itself has it neither in its egress log nor at the destination."""
         found: list[Stop] = []
-        in_force = self._in_force()
-        for grant, held in sorted(self._grants.items()):
-            is_own = held.exports and held.exports[-1].terms.from_region == self._origin.region
-            if is_own and held.stops is not None:
+        for _, held in sorted(self._grants.items()):
+            if held.stops is not None and self._is_own(held):
                 found += held.stops.all()
-            if is_own:
-                found += self._outlawed(grant, held, in_force)
-        return (*found, *self._own_denies.all())
+        return tuple(self._times.surely(stop) for stop in (*found, *self._own_denies.all()))
 
-    def _in_force(self) -> list[_Policy]:
-        """The policies of the log's own region that were in force, one after the other; none where not all are held."""
-        found: list[_Policy] = []
+    def outlawed_stops(self, arrived: Iterable[tuple[str, str]]) -> tuple[tuple[Stop, ...], int]:
+        """What the own region's policies forbade to leave it, of these grants and streams, under which something arrived, the most important first; and of how many of them that was not
+        asked: of so many policies about so many streams no more than DECISIONS_ASKED_MAX are. Approvals that a policy asked for may have come in between, and are not asked for here."""
+        asked, decisions, left_off = list[_Asked](), 0, 0
         if self._has_forgotten:
-            return found
-        for each in sorted(self._policies.get(self._origin.region, {}).values(), key=lambda each: each.leaf):
-            if not found or each.rank > found[-1].rank:
-                found.append(each)
-        return found
-
-    def _outlawed(self, grant: str, held: _Held, in_force: Sequence[_Policy]) -> Iterator[Stop]:
-        """When the own policy in force did not allow the terms of a grant of one stream. Approvals that it asked for may have come in between, and are not asked for here; nor is a pattern,
-        of which a policy may forbid single streams."""
-        assert held.export is not None
-        terms = held.export.newest.body.terms
-        if terms.wildcard:
-            return
-        stream, begun = StreamName.parse(terms.stream), held.export.first_ms
-        stop: Stop | None = None
-        for at, each in enumerate(in_force):
-            until = in_force[at + 1].time_ms if at + 1 < len(in_force) else NEVER
-            if until <= begun or each.time_ms >= terms.expires:
-                # Nothing crosses under it then, and a region may have had any number of policies.
+            return (), sum(1 for _ in arrived)
+        for grant, name in arrived:
+            held, stream = self._grants.get(grant), _stream_of(name)
+            if held is None or held.export is None or stream is None or not self._is_own(held):
                 continue
-            allowed_from, allowed_to = _allows(each.policy, terms, stream)
+            terms, begun = held.export.newest.body.terms, held.export.first_ms
+            if not NamePattern(terms.stream).matches(stream):
+                continue
+            # Nothing crosses under it at other times, and a region may have had any number of policies.
+            during = [
+                at
+                for at, each in enumerate(self._in_force)
+                if self._until(at) > begun and each.time_ms < terms.expires
+            ]
+            if decisions + len(during) > DECISIONS_ASKED_MAX:
+                left_off += 1
+                continue
+            decisions += len(during)
+            asked.append(_Asked(grant, stream, terms, begun, during))
+        # Policy by policy: what it takes to ask one is made once.
+        by_policy: dict[int, list[_Asked]] = {}
+        for one in asked:
+            for at in one.policies:
+                by_policy.setdefault(at, []).append(one)
+        for at, ones in sorted(by_policy.items()):
+            for one in ones:
+                one.allowed[at] = _allows(self._in_force[at].policy, one.terms, one.stream)
+        stops = (stop for one in asked for stop in self._outlawed_stops(one))
+        return tuple(self._times.surely(stop) for stop in stops), left_off
+
+    def policy_ranks(self) -> dict[str, tuple[tuple[tuple[int, int], int], ...]]:
+        """By region, the ranks of the policies that are held, and the times of their leaves (ms)."""
+        return {
+            region: tuple((each.rank, each.time_ms) for each in held.values())
+            for region, held in self._policies.items()
+        }
+
+    def _is_own(self, held: _Held) -> bool:
+        """Whether it is a grant out of the log's own region."""
+        return bool(held.exports) and held.exports[-1].terms.from_region == self._origin.region
+
+    def _until(self, at: int) -> int:
+        """Until when (ms) this one of the policies was in force."""
+        return self._in_force[at + 1].time_ms if at + 1 < len(self._in_force) else NEVER
+
+    def _outlawed_stops(self, asked: _Asked) -> Iterator[Stop]:
+        """When the own policy in force did not allow the terms of a grant for this stream."""
+        stop: Stop | None = None
+        for at, (allowed_from, allowed_to) in sorted(asked.allowed.items()):
+            each, until = self._in_force[at], self._until(at)
             for from_ms, to_ms in (
                 (each.time_ms, min(until, allowed_from)),
                 (max(each.time_ms, allowed_to), until),
             ):
-                if from_ms >= to_ms or to_ms <= begun:
+                if from_ms >= to_ms or to_ms <= asked.begun_ms:
                     continue
                 if stop is None or stop.until_ms != from_ms:
                     if stop is not None:
                         yield stop
                     stop = Stop(
-                        each.leaf, "outlawed", grant, "", "", max(begun, from_ms), to_ms, each.document,
-                        terms.rate_bytes > 0,
+                        each.leaf, OUTLAWED, asked.grant, str(asked.stream), "", max(asked.begun_ms, from_ms), to_ms,
+                        each.document, asked.terms.rate_bytes > 0,
                     )  # fmt: skip
-                stop = stop._replace(until_ms=to_ms)
+                ended = self._in_force[at + 1].leaf if to_ms == until != NEVER else None
+                stop = stop._replace(until_ms=to_ms, until_leaf=ended)
         if stop is not None:
             yield stop if stop.until_ms != NEVER else stop._replace(until_ms=None)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A stream of a grant, about which policies are asked."""
+
+    grant: str
+    stream: StreamName
+    terms: GrantTerms
+    begun_ms: int
+    policies: list[int]
+    """those in force that are to be asked, by their place"""
+    allowed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """from when to when (ms) each would allow it"""
+
+
+def _stream_of(name: str) -> StreamName | None:
+    """None for a text that is no name: a leaf may say any."""
+    try:
+        return StreamName.parse(name)
+    except FelixError:
+        return None
+
+
+class _Times:
+    """What the times of a log's leaves, which stand in their order, say of each other. A clock may be wrong, and then be set right: a leaf is no older than those before it, and
+    no younger than those behind it."""
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[int, int]] = []
+        """leaves that are later than all before them, where one behind is earlier by more than CLOCK_SLACK_MS; the newest last, whatever is behind"""
+        self._earliest: list[tuple[int, int]] = []
+        """leaves that are earlier than one before them by as much, and than all of these behind them"""
+
+    def take(self, index: int, time_ms: int) -> None:
+        """Take the next document's leaf."""
+        if len(self._latest) + len(self._earliest) >= TIMES_MAX:
+            return
+        if not self._latest or time_ms >= self._latest[-1][1]:
+            if self._latest and not (self._earliest and self._earliest[-1][0] > self._latest[-1][0]):
+                # Nothing is earlier than the one before: it says no more than this one.
+                self._latest.pop()
+            self._latest.append((index, time_ms))
+        elif time_ms < self._latest[-1][1] - CLOCK_SLACK_MS:
+            while self._earliest and self._earliest[-1][1] >= time_ms:
+                self._earliest.pop()
+            self._earliest.append((index, time_ms))
+
+    def surely(self, stop: Stop) -> Stop:
+        """With the times from when and until when it surely held."""
+        before = bisect_right(self._latest, stop.leaf, key=itemgetter(0))
+        latest_ms = self._latest[before - 1][1] if before else stop.from_ms
+        since_ms = latest_ms if latest_ms > stop.from_ms + CLOCK_SLACK_MS else stop.from_ms
+        until_ms = stop.until_ms
+        if until_ms is not None and stop.until_leaf is not None:
+            behind = bisect_right(self._earliest, stop.until_leaf, key=itemgetter(0))
+            until_ms = min([until_ms, *(time_ms for _, time_ms in self._earliest[behind : behind + 1])])
+        return stop._replace(sure_from_ms=since_ms, sure_until_ms=until_ms)
 
 
 class _Stops:
@@ -1115,7 +1235,7 @@ class _Stops:
             if held[1].word and stop.word:
                 stop = held[1]
             elif held[1].word:
-                self._ended.append(held[1]._replace(until_ms=stop.from_ms))
+                self._ended.append(held[1]._replace(until_ms=stop.from_ms, until_leaf=stop.leaf))
         self._newest[key] = rank, stop
 
     def all(self) -> tuple[Stop, ...]:

@@ -50,7 +50,7 @@ import msgspec
 
 from audit.unjudged import Unjudged
 from felix.batch import OFFSET_MAX, Columns, Parts, encode_headers
-from felix.errors import LATER_RELEASE, CorruptionError, RequestError, of_later_release
+from felix.errors import LATER_RELEASE, CorruptionError, RequestError, of_later_release, why_undecoded
 from felix.names import parse_region
 
 LEAF_BYTES_MAX: Final = 65_535
@@ -563,7 +563,7 @@ def _decode(data: Buffer) -> tuple[int, Header, int]:
         header = _decoder.decode(memoryview(data)[_PREFIX.size : entries_at])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptionError(
-            f"An audit leaf's header does not decode: {error}.", hint=of_later_release(error)
+            f"An audit leaf's header does not decode: {why_undecoded(error)}.", hint=of_later_release(error)
         ) from error
     mistake = _header_mistake(header, version)
     if not mistake and not names_stand_once(memoryview(data)[_PREFIX.size : entries_at], header):

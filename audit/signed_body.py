@@ -14,7 +14,7 @@ from typing import Annotated, Final, Generic, TypeVar
 import msgspec
 
 from audit.leaf import Id16, names_stand_once
-from felix.errors import LaterReleaseError, TamperError, of_later_release
+from felix.errors import LaterReleaseError, TamperError, of_later_release, why_undecoded
 from keys.signing import SigningKey, VerifyKey
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -88,7 +88,7 @@ class SignedForm(Generic[Body]):
         try:
             signed = _frame.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TamperError(f"A {self._what} does not decode: {error}.") from error
+            raise TamperError(f"A {self._what} does not decode: {why_undecoded(error)}.") from error
         self._require_names_once(data, signed)
         return signed
 
@@ -99,7 +99,9 @@ class SignedForm(Generic[Body]):
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             hint = of_later_release(error)
             kind = later if hint else TamperError
-            raise kind(f"A {self._what}'s body does not decode: {error}.", hint=hint) from error
+            raise kind(
+                f"A {self._what}'s body does not decode: {why_undecoded(error)}.", hint=hint
+            ) from error
         self._require_names_once(signed.body, body)
         return body
 

@@ -43,8 +43,11 @@ from audit.leaf import (
 )
 from felix.batch import (
     FLAG_ZSTD,
+    HEADERS_MAX,
+    KEY_BYTES_MAX,
     Batch,
     BatchHeader,
+    Buffer,
     NewRecord,
     Parts,
     Record,
@@ -57,7 +60,7 @@ from felix.batch import (
 from felix.errors import Code, RequestError
 from felix.identity import Identity
 from felix.provenance import HOPS_MAX, PATH_HEADER, PathUnion, encode_path, parse_path
-from keys.envelope import DataKey, open_batch
+from keys.envelope import SEALABLE_BYTES_MAX, DataKey, open_batch
 from keys.link import LinkSecrets, commitment_secret
 from keys.transfer import TransferKey, TransferScope, seal_envelope
 from policy.grant import ExportGrant, RefusalKind, check_path
@@ -258,6 +261,9 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
             headers = plain_headers
             if result.headers or path is not own_path:
                 headers = {**result.headers, PATH_HEADER: path}
+            if problem := _too_many_or_long(result.key, headers):
+                stay(TRANSFORM_FAILED, problem, record)
+                continue
             crossing.append(
                 Record(record.offset, record.timestamp_ms, result.key or None, headers, result.payload)
             )
@@ -267,6 +273,15 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
             stay(FILTERED, "The grant's filter excludes it.", record)
     ordered = tuple(staying[reason] for reason in REASONS if reason in staying)
     return SortedBatch(opened, crossing, ordered)
+
+
+def _too_many_or_long(key: Buffer | None, headers: Mapping[str, bytes]) -> str:
+    """Why no batch has this record as it would cross, or nothing. A broker reads no body, so a publisher may have put into one what no client encodes."""
+    if len(headers) > HEADERS_MAX:
+        return f"It would cross with {len(headers)} headers; {HEADERS_MAX} are allowed."
+    if key is not None and len(key) > KEY_BYTES_MAX:
+        return f"Its key has {len(key)} bytes; {KEY_BYTES_MAX} are allowed."
+    return ""
 
 
 def _extend_path(record: Record, route: Route) -> bytes | tuple[str, str]:
@@ -357,7 +372,13 @@ def _encode_parts(crossing: list[Record]) -> Parts:
 
 
 def _encode(source: BatchHeader, parts: Parts) -> Batch:
+    """Raises RequestError(BATCH_TOO_LARGE) for a batch that the destination could not seal: it would refuse it for ever."""
     batch = batch_of(parts, shard=source.shard, compress=bool(source.flags & FLAG_ZSTD))
+    if batch.header.body_length > SEALABLE_BYTES_MAX:
+        raise RequestError(
+            f"A batch of {batch.header.total_length} bytes leaves the destination no room for its seal.",
+            code=Code.BATCH_TOO_LARGE,
+        )
     # The destination's leaves name the source's append time, which it learns from here.
     return batch.with_header(replace(batch.header, append_time_ms=source.append_time_ms))
 

@@ -234,6 +234,15 @@ class LaterReleaseError(TamperError):
 LATER_RELEASE: Final = "Where nothing damaged it, a later release of Felix made it than the one that says so, which has no name for that: upgrade whoever says so."
 
 
+WHY_CHARS_MAX: Final = 200
+
+
+def why_undecoded(error: object) -> str:
+    """What a decoder says of bytes, at most WHY_CHARS_MAX of it: it quotes a field's name, which whoever wrote the bytes chose, and which may be as long as they are."""
+    told = str(error)
+    return told if len(told) <= WHY_CHARS_MAX else f"{told[:WHY_CHARS_MAX]}…"
+
+
 def of_later_release(reason: object) -> str:
     """What to do where bytes that have their checksum or signature do not decode for this reason: a field or a value is in them that this release has no name for. Else nothing."""
     told = str(reason)

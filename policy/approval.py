@@ -16,6 +16,8 @@ Checked by `open_approval`, in this order:
 Invariants:
 - a file or token is accepted only as exactly the bytes that `encode_file` or `encode_token` write;
 - parsing proves nothing: only `open_approval` does, against roots that the caller trusts;
+- of an ECDSA signature anybody makes another one that holds: the broker of the approver's region takes the one that `sign_approval` gives (`refuse_twin`), and
+  what was signed before that was so holds in either form;
 - an approval holds for as long as the grant: its certificate need not live that long, but it was valid at `at`. The
   approver states `at`; the broker of the approver's region takes an approval only while its certificate is valid.
 
@@ -31,6 +33,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import msgspec
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 
 from felix.errors import FelixError, RequestError, of_later_release
 from felix.frames import CONTROL_BYTES_MAX
@@ -67,6 +70,8 @@ it is read. Each fits one request and one page of a list, whose frames have `CON
 longer one. The others are of a few texts of 256 characters."""
 CLOCK_SKEW_MS: Final = 300_000
 """An approver's clock may be so much ahead; what is dated later than that does not count yet."""
+ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of P-256 (SEC 2, 2.4.2)."""
 APPROVERS_MAX: Final = 256
 """People of one region whose approvals of one grant are kept, by brokers, agents and verifiers of a log: many times what any
 policy requires (`policy.residency.APPROVALS_MAX`). Of more, those who approved first; the others change nothing.
@@ -356,7 +361,23 @@ def sign_approval(terms_hash: bytes, identity: Identity, at: int, comment: str =
         _decode(body)
     except SignatureError as error:
         raise RequestError(error.sentence, hint="See docs/policy.md.") from None
-    return Approval(body, identity.chain_pem, identity.sign(Purpose.APPROVAL, body))
+    return Approval(body, identity.chain_pem, _lower(identity.sign(Purpose.APPROVAL, body)))
+
+
+def _lower(signature: bytes) -> bytes:
+    """Of a signature (r, s) and its twin (r, n - s), which anybody makes of it and which holds as well, the one with the lower s (SEC 1, 4.1.4)."""
+    r, s = decode_dss_signature(signature)
+    return encode_dss_signature(r, min(s, ORDER - s))
+
+
+def refuse_twin(approval: Approval) -> None:
+    """Raises SignatureError where the signature of an approval that holds is the higher one of the two: so that nobody makes two files of a new one. Releases of before signed either,
+    and what they signed holds."""
+    if _lower(approval.signature) != approval.signature:
+        raise SignatureError(
+            f"The signature of the approval by {approval.claim.approver} is the higher one of two that hold.",
+            hint="Have the approver sign again with this release: felix bridge approve.",
+        )
 
 
 def open_approval(approval: Approval, trust: TrustBundle) -> ApprovalBody:

@@ -33,9 +33,13 @@ STEP_BYTES: Final = 32 << 10
 """Bytes after which a step ends, however few records they are: each may be looked at, value by value."""
 
 COMPRESS_STEP_BYTES: Final = 128 << 10
-"""Bytes that are compressed in one step: one or two milliseconds."""
-COMPRESS_LEVELS: Final = (1, 9)
-"""Of zstd: as bridges compress; and where that is too long for a batch, since the bridge of another release makes it shorter, better."""
+"""Bytes that are compressed in one step at COMPRESS_LEVEL: one or two milliseconds."""
+COMPRESS_LEVEL: Final = 1
+"""Of zstd: as bridges compress."""
+COMPRESS_BETTER_LEVEL: Final = 9
+"""Where that is too long for a batch, since the bridge of another release makes it shorter. It may be longer, too: of noise in few symbols."""
+COMPRESS_BETTER_STEP_BYTES: Final = 16 << 10
+"""The same at that level."""
 FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX - 256
 """Of a batch that a stream takes: there is room for its header and its seal."""
 
@@ -104,22 +108,28 @@ def inspect(
 
 
 def _compress(batch: Batch) -> Generator[None, None, Batch]:
-    """The batch with its body compressed; as it is where that does not make it shorter."""
+    """The batch with its body compressed; as it is where that does not make it shorter. Of a body that a bridge of this release sent some frame is short enough for a batch: the one that it made."""
     body = memoryview(batch.body)
-    shortest = b""
-    for level in COMPRESS_LEVELS:
-        into = zstandard.ZstdCompressor(level=level).compressobj(size=len(body))
-        pieces = []
-        for at in range(0, len(body), COMPRESS_STEP_BYTES):
-            pieces.append(into.compress(body[at : at + COMPRESS_STEP_BYTES]))
-            yield
-        pieces.append(into.flush())
-        frame = b"".join(pieces)
-        if not shortest or len(frame) < len(shortest):
-            shortest = frame
-        if len(shortest) <= FRAME_BYTES_MAX:
-            break
+    shortest = yield from _squeezed(body, COMPRESS_LEVEL, COMPRESS_STEP_BYTES)
+    if len(shortest) > FRAME_BYTES_MAX:
+        # In one piece, as bridges do: what is cut into steps may come out some 10 kB longer. It takes about 10 ms, and is seldom asked for.
+        shortest = min(shortest, zstandard.ZstdCompressor(level=COMPRESS_LEVEL).compress(body), key=len)
+        yield
+    if len(shortest) > FRAME_BYTES_MAX:
+        better = yield from _squeezed(body, COMPRESS_BETTER_LEVEL, COMPRESS_BETTER_STEP_BYTES)
+        shortest = min(shortest, better, key=len)
     return compressed_with(batch, shortest) if len(shortest) < len(body) else batch
+
+
+def _squeezed(body: memoryview, level: int, step_bytes: int) -> Generator[None, None, bytes]:
+    """One zstd frame, made step by step."""
+    into = zstandard.ZstdCompressor(level=level).compressobj(size=len(body))
+    pieces = []
+    for at in range(0, len(body), step_bytes):
+        pieces.append(into.compress(body[at : at + step_bytes]))
+        yield
+    pieces.append(into.flush())
+    return b"".join(pieces)
 
 
 def _at(error: RequestError, offset: int) -> RequestError:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import groupby
 from operator import itemgetter
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from audit.agreement import Agreement, Agreements, Stop
+from audit.agreement import OUTLAWED, Agreement, Agreements, Stop
 from audit.continuity import GRANTS_MAX
 from audit.crossed import Derived
 from audit.document_leaf import read_document
@@ -36,7 +36,7 @@ from audit.merkle import TILE_WIDTH
 from audit.origin import Origin
 from audit.spark.files import open_files
 from audit.spark.frame import frame_of
-from audit.spark.stops import Seen, Words, remember
+from audit.spark.stops import Ranks, Seen, Words, as_of, remember
 from audit.spark.stops import rows as stop_rows
 from audit.spark.verification import OpenedLog, keys_of
 from audit.tile import Files
@@ -52,6 +52,8 @@ log = logging.getLogger("felix.audit.spark")
 _INDEXES_AT_ONCE: Final = 1 << 16
 """Of how many leaves of a log the driver is told at once which are documents."""
 
+_ARRIVED_MAX: Final = 100_000
+"""Of pairs of a grant and a stream under which something arrived, about which policies are asked."""
 _PLACE: Final = (
     "terms_hash string, grant_id string, source_region string, destination_region string, stream string, actor string, "
     "time_ms bigint, log string, leaf_index bigint"
@@ -73,7 +75,8 @@ LEGAL_FIELDS: Final = _NAMES[9:]
 _REVOCATION: Final = "log string, grant_id string, leaf_index bigint"
 _STOP: Final = (
     "source_region string, stop_key string, word string, from_ms bigint, until_ms bigint, stop_log string, known_leaf bigint, "
-    "least_ms bigint, most_ms bigint, may_wait boolean"
+    "least_ms bigint, most_ms bigint, may_wait boolean, told_to_ms bigint, "
+    "sure_from_ms bigint, sure_until_ms bigint"
 )
 
 
@@ -110,6 +113,10 @@ class LogDocuments(NamedTuple):
     """of the leaves whose document was not believed here, as `audit.verify.Report.doubted`"""
     granted: Mapping[Granted, str] = MappingProxyType({})
     """with the first of the grants, by id"""
+    ranks: Ranks = MappingProxyType({})
+    """of its policies"""
+    unasked: int = 0
+    """of how many grants and streams, under which something arrived, the region's policies were not asked"""
 
 
 class Signed(NamedTuple):
@@ -126,6 +133,8 @@ class Signed(NamedTuple):
     doubted: Mapping[str, bytes] = MappingProxyType({})
     """the same by log, of those that have documents"""
     granted: Mapping[Granted, str] = MappingProxyType({})
+    """of all logs"""
+    unasked: int = 0
     """of all logs"""
 
 
@@ -188,10 +197,11 @@ def rows_of(
     trust: Trust,
     crossed: Mapping[str, FirstCrossing] = MappingProxyType({}),
     keys: KeysInLog | None = None,
+    arrived: Sequence[tuple[str, str]] = (),
 ) -> LogDocuments:
     """The rows of one log, from its document leaves in order, with their indexes; `files` has documents beside the log. `crossed`: by grant
     the first record that the tables are about: who approved and accepted is told as of then, where that is complete. Whoever signed later
-    did not let it cross. `keys`: of the log; None: no former key counts in it."""
+    did not let it cross. `keys`: of the log; None: no former key counts in it. `arrived`: grants and streams of which something arrived by other logs."""
     agreements, unjudged = Agreements(trust, Origin.parse(origin), keys), Unjudged(origin)
     then: dict[str, Agreement] = {}
     waiting = deque(sorted((first, grant_id) for grant_id, first in crossed.items()))
@@ -255,7 +265,12 @@ def rows_of(
         for grant_id in agreements.grants()
         for index in agreements.revocations(grant_id)
     ]
-    stops = agreements.stops() if is_region else ()
+    stops, unasked = agreements.stops() if is_region else (), 0
+    try:
+        outlawed, unasked = agreements.outlawed_stops(arrived)
+        stops = (*stops, *outlawed)
+    except Exception as error:
+        told.append((origin, 0, unjudged.sentence(error, "What the policies forbade")))
     crossed_under = frozenset(agreement.terms_hash.hex() for agreement in then.values())
     return LogDocuments(
         rows,
@@ -267,6 +282,8 @@ def rows_of(
         crossed_under,
         doubted.digest(),
         granted,
+        agreements.policy_ranks(),
+        unasked,
     )
 
 
@@ -334,20 +351,33 @@ def read_signed(
         leaves=leaves,
     )
     opened, found = {log.checkpoint.origin: log for log in logs}, dict[str, LogDocuments]()
+    regions = [origin for origin in opened if Origin.parse(origin).bridge is None]
+    arrived, unlisted = _arrived(leaves, {Origin.parse(origin).region for origin in regions})
     # Part by part: a log may have any number of documents, and all of them count.
     for origin, rows in groupby(places.toLocalIterator(), key=itemgetter("log")):
         log = opened[origin]
         named = _leaves(log, (index for row in rows for index in row["indexes"]))
+        read_ = Origin.parse(origin)
+        said_of = arrived.get(read_.region, ()) if read_.bridge is None else ()
         found[origin] = rows_of(
-            origin, named, open_files(log.path), trust, crossings.get(origin, {}), keys_of(log, trust)
+            origin,
+            named,
+            open_files(log.path),
+            trust,
+            crossings.get(origin, {}),
+            keys_of(log, trust),
+            said_of,
         )
     signed: dict[str, tuple[Any, ...]] = {}
     of_crossings: set[str] = set()
     claims: dict[tuple[str, ...], tuple[Any, ...]] = {}
     revocations: list[tuple[str, str, int]] = []
     derived: dict[bytes, Derived] = {}
-    regions = [origin for origin in opened if Origin.parse(origin).bridge is None]
-    said = {origin: read.stops for origin, read in found.items()}
+    ranks, newest_ms = {origin: read.ranks for origin, read in found.items()}, _newest_ms(leaves, found)
+    said = {
+        origin: tuple(as_of(stop, origin, ranks, newest_ms) for stop in read.stops)
+        for origin, read in found.items()
+    }
     stops = stop_rows(
         said,
         {origin: found[origin].seen if origin in found else {} for origin in regions},
@@ -378,7 +408,39 @@ def read_signed(
     granted = dict[Granted, str]()
     for origin in sorted(found):
         granted = {**found[origin].granted, **granted}
-    return frames._replace(words=Words(said), unjudged=tuple(unjudged), doubted=doubted, granted=granted)
+    unasked = unlisted + sum(read.unasked for read in found.values())
+    return frames._replace(
+        words=Words(said), unjudged=tuple(unjudged), doubted=doubted, granted=granted, unasked=unasked
+    )
+
+
+def _arrived(leaves: DataFrame, sources: Collection[str]) -> tuple[dict[str, list[tuple[str, str]]], int]:
+    """The grants and streams under which something arrived out of these regions, whose own logs are given, by region: those of the most arrivals first; and how many more there are."""
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    rows = leaves.sparkSession.sql(
+        f"""
+        SELECT source_region, grant_id, stream, count(*) AS arrivals, count(*) OVER () AS pairs FROM {{leaves}}
+        WHERE version > 1 AND kind = 'ACK' AND side = 'ingress' AND records > 0 AND grant_id IS NOT NULL AND stream IS NOT NULL
+        GROUP BY source_region, grant_id, stream ORDER BY arrivals DESC, source_region, grant_id, stream LIMIT {_ARRIVED_MAX}
+        """,  # noqa: S608  # of this module
+        leaves=leaves,
+    ).collect()
+    for row in rows:
+        if row["source_region"] in sources:
+            found[row["source_region"]].append((row["grant_id"], row["stream"]))
+    return found, rows[0]["pairs"] - len(rows) if rows else 0
+
+
+def _newest_ms(leaves: DataFrame, found: Mapping[str, LogDocuments]) -> dict[str, int]:
+    """The latest time that each log shows; asked only where it matters."""
+    if not any(
+        stop.word == OUTLAWED and stop.until_ms is None for read in found.values() for stop in read.stops
+    ):
+        return {}
+    rows = leaves.sparkSession.sql(
+        "SELECT log, max(time_ms) AS latest FROM {leaves} GROUP BY log", leaves=leaves
+    )
+    return {row["log"]: row["latest"] for row in rows.collect()}
 
 
 _CLAIMED_FOR: Final = ("log", "grant_id", "terms_hash", "source_region", "destination_region")

@@ -285,33 +285,44 @@ def _arrived_though() -> str:
         ' it, by its own log: its word had not been brought to the destination.')"""
     waiting = """concat('Records arrived more than a minute after ', source_region, ' had ', word,
         ' it by a policy, by its own log. They may have crossed before, and waited at the destination for the rate of their grant: compare the times of their INTENTs.')"""
+    ended = """concat('Records arrived more than a minute after ', source_region, ' had ', word,
+        ' it by a policy, by its own log, and later than that log and those of its bridges go, as they were given: a later policy may have allowed it. Give later ones.')"""
+    set_right = """concat('Records arrived more than a minute after ', source_region, ' had ', word,
+        ' it, or before: its own log has times that run back there, so its clock was wrong, and when it said so is not sure.')"""
     perhaps = """concat('By one of the two clocks records arrived more than a minute after ', source_region, ' had ', word,
         ' it, and by the other not: by the documents in both logs the other clock is ', CAST(least_ms DIV 1000 AS STRING), ' to ',
         CAST(most_ms DIV 1000 AS STRING), ' s ahead. Compare the clocks, and how late the documents were brought.')"""
     events = [
         _event(
-            BREACH, "concat('arrived-though-', word)", "is_sure AND NOT may_wait", against, records="records"
-        ),
-        _event(NOTICE, "concat('arrived-perhaps-though-', word)", "may_wait", waiting, records="records"),
-        _event(
-            NOTICE,
-            "concat('arrived-perhaps-though-', word)",
-            "NOT is_sure AND NOT may_wait",
-            perhaps,
+            BREACH,
+            "concat('arrived-though-', word)",
+            "is_sure AND NOT may_wait AND NOT is_later",
+            against,
             records="records",
+        ),
+        *(
+            _event(NOTICE, "concat('arrived-perhaps-though-', word)", where, sentence, records="records")
+            for where, sentence in (
+                ("is_later", ended),
+                ("may_wait AND NOT is_later", waiting),
+                ("NOT is_so_dated AND NOT may_wait AND NOT is_later", perhaps),
+                ("is_so_dated AND NOT is_sure AND NOT may_wait AND NOT is_later", set_right),
+            )
         ),
     ]
 
-    def stands(latest: str, earliest: str) -> str:
-        """Whether the word stood when the source's clock said so at the latest, and at the earliest."""
-        return f"""(time_ms - {latest} >= from_ms + {BROUGHT_MS}
-            AND (until_ms IS NULL OR time_ms - {earliest} < until_ms - {BROUGHT_MS}))"""
+    def stands(latest: str, earliest: str, sure: str = "") -> str:
+        """Whether the word stood when the source's clock said so at the latest, and at the earliest. `sure`: "sure_", by the times that its leaves surely had."""
+        return f"""(time_ms - {latest} >= {sure}from_ms + {BROUGHT_MS}
+            AND ({sure}until_ms IS NULL OR time_ms - {earliest} < {sure}until_ms - {BROUGHT_MS}))"""
 
     return f"""
         UNION ALL
         SELECT {_PLACE}, {one_row_each(events)}
         FROM (
-            SELECT {_LEAVES_PLACE}, leaves.bridge, leaves.records, word, least_ms, most_ms, may_wait, {stands("most_ms", "least_ms")} AS is_sure
+            SELECT {_LEAVES_PLACE}, leaves.bridge, leaves.records, word, least_ms, most_ms, may_wait, {stands("most_ms", "least_ms", "sure_")} AS is_sure,
+                {stands("most_ms", "least_ms")} AS is_so_dated,
+                coalesce(time_ms - least_ms > told_to_ms + {BROUGHT_MS}, false) AS is_later
             FROM {{stopped}} AS leaves JOIN {{stops}} AS stops
                 ON leaves.source_region = stops.source_region AND leaves.log = stops.stop_log AND leaves.stop_key = stops.stop_key
             WHERE {stands("least_ms", "most_ms")}

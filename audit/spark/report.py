@@ -460,7 +460,7 @@ def _compute(
     story = story_of(spark, verified, signed.unjudged)
     noticed = exceptions.listed(window, leaves, signed, story, notices_of(spark, verified))
     unusual = listed.rows("exceptions", noticed)
-    untold = sum(one.left_off + one.notices_left_off for one in verified)
+    untold = sum(one.left_off + one.notices_left_off for one in verified) + signed.unasked
     if untold:
         listed.left_off["exceptions"] = listed.left_off.get("exceptions", 0) + untold
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from audit.agreement import Stop
+from audit.agreement import OUTLAWED, Stop
 from audit.leaf import Header, Kind
 from audit.origin import Origin
 from felix.errors import RequestError
@@ -24,6 +24,9 @@ from policy.pattern import PatternMap
 
 DOCUMENTS_MAX: Final = 100_000
 """Documents of one log whose leaves are remembered: some 30 MB. A word beyond them is compared by time alone."""
+
+AGENTS_BEHIND_MS: Final = 60_000
+"""By how much the clock of an agent may be behind that of its region's brokers."""
 
 
 class Seen(NamedTuple):
@@ -81,7 +84,7 @@ class Words:
             source = Origin.parse(origin).region
             for stop in found:
                 if stop.grant_id:
-                    self._grants.setdefault(source, set()).add(stop.grant_id)
+                    self._grants.setdefault(source, set()).add(key_of(stop))
                     continue
                 denied, pattern = self._denied.setdefault(source, PatternMap()), NamePattern(stop.streams)
                 peers = denied.get(pattern)
@@ -94,7 +97,8 @@ class Words:
     ) -> list[str]:
         """Of all that `source` forbade what is about a crossing of this stream to this region, under this grant. A leaf may name none of
         them, or what is no name."""
-        found = [grant] if grant and grant in self._grants.get(source or "", ()) else []
+        known = self._grants.get(source or "", ())
+        found = [key for key in (grant, f"{grant} {stream}") if key in known] if grant else []
         denied = self._denied.get(source or "")
         if denied is not None and stream:
             try:
@@ -108,7 +112,9 @@ class Words:
 
 def key_of(stop: Stop) -> str:
     """Whatever has one key is about the same crossings."""
-    return stop.grant_id or f"{stop.streams} {stop.peer}"
+    if stop.grant_id:
+        return f"{stop.grant_id} {stop.streams}" if stop.streams else stop.grant_id
+    return f"{stop.streams} {stop.peer}"
 
 
 def rows(
@@ -122,7 +128,8 @@ def rows(
                 continue
             apart = clocks(seen[origin], documents, source, Origin.parse(other).region)
             for stop in found:
-                there = documents.get(stop.document)
+                # A policy is judged by no other region's verification, whoever writes it into that log.
+                there = None if stop.word == OUTLAWED else documents.get(stop.document)
                 known = there and there.leaf
                 yield (
                     source,
@@ -134,4 +141,34 @@ def rows(
                     known,
                     *apart,
                     stop.may_wait,
+                    stop.told_to_ms,
+                    stop.sure_from_ms,
+                    stop.sure_until_ms,
                 )
+
+
+Ranks = Mapping[str, tuple[tuple[tuple[int, int], int], ...]]
+"""Of the policies that stand in a log by region: their ranks, and the times of their leaves (ms)."""
+
+
+def as_of(stop: Stop, origin: str, ranks: Mapping[str, Ranks], newest_ms: Mapping[str, int]) -> Stop:
+    """A policy of this region's own log that holds at its end, as all logs have it. The log may have been copied before others, and the policy have given way since: a later one
+    that the region signed stands in its bridges' logs before what crossed by it. Where none does, it is in force as far as these logs go. `newest_ms`: the
+    latest times of logs."""
+    if stop.word != OUTLAWED or stop.until_ms is not None:
+        return stop
+    region = Origin.parse(origin).region
+    newest = max((rank for rank, _ in ranks[origin].get(region, ())), default=(0, 0))
+    # One that a bridge has of an earlier time was never in force: the region's own log goes on behind it without it.
+    ended_ms = newest_ms.get(origin, 0) - AGENTS_BEHIND_MS
+    later = [
+        time_ms
+        for other, said in ranks.items()
+        if other != origin and Origin.parse(other).region == region
+        for rank, time_ms in said.get(region, ())
+        if rank > newest and time_ms >= ended_ms
+    ]
+    if later:
+        return stop._replace(until_ms=min(later), sure_until_ms=min(later))
+    ends = (time_ms for other, time_ms in newest_ms.items() if Origin.parse(other).region == region)
+    return stop._replace(told_to_ms=max(ends, default=stop.from_ms))

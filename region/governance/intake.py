@@ -23,6 +23,7 @@ from policy.approval import (
     open_approval,
     parse_document,
     refuse_ended,
+    refuse_twin,
     require_size,
 )
 from policy.grant import (
@@ -326,6 +327,7 @@ class DocumentIntake:
         require_party(self._own.region, actor, export.terms.bridge, *ends_of(export.terms))
         if body.region == self._own.region:
             refuse_ended(approval, trust, now)
+            refuse_twin(approval)
             if body.at > now + CLOCK_SKEW_MS:
                 raise GrantError(
                     f"The approval of {body.grant} by {approver.name} is dated {(body.at - now) // 1000} s ahead.",

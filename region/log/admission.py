@@ -91,14 +91,14 @@ class Admission:
     ) -> Admitted | Repeated | FelixError:
         """Decide of a plain batch that passed `misfit`, and count it where it is admitted.
 
-        `as_it_is`: no record is left out for its message id. With `expected_offset` only a log that ends there takes what is new.
+        `as_it_is`: no record is left out for its message id, nor refused for it. With `expected_offset` only a log that ends there takes what is new.
         """
         ids: list[bytes | None] | None = None
         sifted: Sifted | None = None
         window = self.ids
         if window is not None:
             try:
-                ids = message_ids(batch)
+                ids = message_ids(batch, as_it_is=as_it_is)
                 if ids is not None and not as_it_is:
                     sifted = sift(batch, ids, window, log_end, now_ms)
             except RequestError as error:

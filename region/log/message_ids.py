@@ -100,14 +100,16 @@ class Sifted(NamedTuple):
     fresh: tuple[Identified, ...]
 
 
-def message_ids(batch: Batch) -> list[bytes | None] | None:
-    """The message id of every record; None where no record has one.
+def message_ids(batch: Batch, *, as_it_is: bool = False) -> list[bytes | None] | None:
+    """The message id of every record; None where no record has one. `as_it_is`: one that may not be is none, as in what stands in a log (`identified`): nobody can send another record in this one's place.
 
     Raises RequestError(BATCH_MALFORMED), and RequestError(INVALID) where an id is empty or too long.
     """
     if not batch.header.flags & FLAG_HEADERS:
         return None
     ids = [headers.get(_NAME) for headers in decode_record_headers(batch)]
+    if as_it_is:
+        ids = [found if found and len(found) <= MESSAGE_ID_BYTES_MAX else None for found in ids]
     if not any(found is not None for found in ids):
         return None
     for found in ids:

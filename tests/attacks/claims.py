@@ -228,8 +228,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _Y,
         "the terms are taken from documents that both regions signed, and the destination checks against them all that it can see "
         "of a record. It cannot see whether a filter's field, which did not cross, let the record pass, nor whether a pseudonym "
-        "was made from the right value. The agent may also keep back a revocation, pause or deny entry of its own region, and a policy that outlaws the grant. That is "
-        "found where the source's own log is given; it is only a notice as far as the agent had brought *all* halves between the "
+        "was made from the right value. The agent may also keep back a revocation, pause or deny entry of its own region, and a policy that outlaws the grant, or one stream of its pattern. That is "
+        "found where the source's own log is given, as far as that goes; it is only a notice as far as the agent had brought *all* halves between the "
         "two regions as late. What crosses beyond a budget each log shows. "
         "Which regions a record was in before the source is the word of the source's agent and brokers; both logs repeat what the "
         "destination was told, and nobody can read another way from them",

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 from attacks.conftest import Tally
 from attacks.test_words_held_back import MINUTE_MS, PAUSE, RESUME, REVOKE, words
-from audit_log import INGRESS_ORIGIN, REGION_ORIGIN
+from audit_log import EGRESS_ORIGIN, INGRESS_ORIGIN, REGION_ORIGIN
 from crossing_logs import DEPARTURES, SIGNED, START_MS, World, trust, write_log, write_world
 from signed_grants import paper_leaf, standing
 from slow_runs import only_slow
 
-from audit.agreement import Stop
+from audit.agreement import OUTLAWED, Stop
 from audit.leaf import Kind, Leaf, Side
 from audit.spark.report import run_report
-from audit.spark.stops import Clocks, Seen, clocks, rows
+from audit.spark.stops import Clocks, Ranks, Seen, as_of, clocks, rows
 from audit.tile_disk import Folder
 from audit.verify import verify_log
 from policy.grant import StandingAction
@@ -106,13 +106,43 @@ def test_one_half_brought_late_does_not_move_what_is_known_of_the_clocks() -> No
 
 
 def test_each_stop_is_held_to_every_other_regions_log() -> None:
-    stop = Stop(4, "paused", "g", "", "", 1, None, b"d" * 32)
+    stop = Stop(4, "paused", "g", "", "", 1, None, b"d" * 32, sure_from_ms=1)
     logs = {
         REGION_ORIGIN: {b"d" * 32: Seen(4, 1, Kind.STANDING, "us-east", "eu-west")},
         INGRESS_ORIGIN: {b"d" * 32: Seen(7, 9, Kind.STANDING, "us-east", "eu-west")},
         "ap-south.acme/audit": {},
     }
     assert list(rows({REGION_ORIGIN: (stop,), INGRESS_ORIGIN: ()}, logs)) == [
-        ("us-east", "g", "paused", 1, None, "ap-south.acme/audit", None, 0, 0, False),
-        ("us-east", "g", "paused", 1, None, INGRESS_ORIGIN, 7, 0, 0, False),
+        ("us-east", "g", "paused", 1, None, "ap-south.acme/audit", None, 0, 0, False, None, 1, None),
+        ("us-east", "g", "paused", 1, None, INGRESS_ORIGIN, 7, 0, 0, False, None, 1, None),
     ]
+
+
+def test_a_policy_that_stands_in_another_regions_log_is_no_word_that_was_brought() -> None:
+    """That log's verification asks no policy of the source: whoever writes it there would have all that arrives behind it passed over."""
+    stop = Stop(4, OUTLAWED, "g", "acme/ops/departures", "", 1, None, b"d" * 32, sure_from_ms=1)
+    there = Seen(0, 0, Kind.POLICY, "us-east", "us-east")
+    logs = {REGION_ORIGIN: {b"d" * 32: there}, INGRESS_ORIGIN: {b"d" * 32: there}}
+    (row,) = rows({REGION_ORIGIN: (stop,)}, logs)
+    assert row[:3] == ("us-east", "g acme/ops/departures", OUTLAWED) and row[6] is None
+
+
+def test_where_the_sources_log_was_copied_before_the_others_a_later_policy_ends_its_last_one() -> None:
+    stop = Stop(4, OUTLAWED, "g", "acme/ops/departures", "", 100_000, None, sure_from_ms=100_000)
+    own: Ranks = {"us-east": (((0, 1), 0), ((0, 2), 100_000))}
+    newest = {REGION_ORIGIN: 500_000, EGRESS_ORIGIN: 700_000, INGRESS_ORIGIN: 10**9}
+
+    def ends(*later: tuple[tuple[int, int], int], of: str = EGRESS_ORIGIN) -> tuple[int | None, int | None]:
+        ranks = {
+            REGION_ORIGIN: own,
+            of: {"us-east": (*own["us-east"], *later), "eu-west": (((9, 9), 600_000),)},
+        }
+        found = as_of(stop, REGION_ORIGIN, ranks, newest)
+        assert found.sure_until_ms == found.until_ms
+        return found.until_ms, found.told_to_ms
+
+    assert ends() == (None, 700_000)
+    assert ends(((0, 3), 600_000), ((1, 1), 650_000)) == (600_000, None)
+    assert ends(((0, 3), 439_999)) == (None, 700_000), "the own log goes on behind it, and lacks it"
+    assert ends(((0, 3), 600_000), of=INGRESS_ORIGIN) == (None, 700_000), "another region's log shows nothing"
+    assert as_of(stop._replace(word="paused"), REGION_ORIGIN, {}, {}).told_to_ms is None

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from bridge_mesh import ACCEPTED_BY, POLICIES, STREAM, Mesh, flight, until
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 from region_peer import raw_peer
 
@@ -22,7 +23,7 @@ from felix.messages import ListDocuments, PutDocument
 from felix.names import SpiffeId, StreamName
 from felix.runtime.real import now_ms
 from keys.authority import create_authority, load_authority
-from policy.approval import Approval, ApprovalBody, sign_approval
+from policy.approval import ORDER, Approval, ApprovalBody, sign_approval
 from policy.grant import ExportGrant, ImportGrant, sign_export, sign_import
 from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, canonical, sign
@@ -193,7 +194,11 @@ async def test_whatever_the_operator_signs_it_takes_two_people_on_each_side(mesh
     # One that is dated ahead is taken only once its time has come.
     ahead = sign_approval(terms_hash, ciso, now_ms() + day)
     assert "dated" in await refused(mesh, "us-east", ahead)
-    tried += 4
+    # The other signature that holds, which anybody makes of a good one.
+    r, s = decode_dss_signature(good.signature)
+    twin = Approval(good.body, good.chain_pem, encode_dss_signature(r, ORDER - s))
+    assert "the higher one of two" in await refused(mesh, "us-east", twin)
+    tried += 5
     denied(mesh, body.grant, "us-east: 0 of 2")
     # The same person twice, and who drew it up (operator/operator): neither makes two.
     for region, folder in (("us-east", mesh.us), ("eu-west", mesh.eu)):

@@ -6,13 +6,15 @@ The report is of one world, in which the same agent also writes the largest numb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attacks.conftest import Tally
-from audit_log import REGION_ORIGIN
+from attacks.test_former_keys import root_of
+from audit_log import POLICY_SEEDS, REGION_ORIGIN, key, region_bundle
 from crossing_logs import (
     CREW,
     DEPARTURES,
@@ -26,6 +28,7 @@ from crossing_logs import (
     write_world,
 )
 from signed_grants import (
+    Signed,
     deny_entry,
     grant_leaves,
     paper_leaf,
@@ -37,15 +40,18 @@ from signed_grants import (
 from slow_runs import only_slow
 
 from audit.agreement import Agreements, Stop
+from audit.keys_in_log import KeysInLog
 from audit.leaf import TIME_MS_MAX, GapKind, Kind, Leaf, Side
 from audit.origin import Origin
 from audit.spark.exceptions import BREACH, BROUGHT_MS
 from audit.spark.report import EXIT_DIFFERENCES, run_report
 from audit.spark.table import COUNT_MAX
 from audit.tile_disk import Folder
+from audit.trust import Trust
 from audit.verify import verify_log
 from felix.batch import OFFSET_MAX
-from policy.grant import StandingAction
+from keys.bundle import FormerKeys, KeyEnd
+from policy.grant import NEVER, StandingAction
 from policy.quantity import Instant
 from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
@@ -64,13 +70,25 @@ def words(*said: tuple[int, StandingAction, int, str]) -> list[Leaf]:
     return leaves
 
 
-def stops_of(leaves: list[Leaf], origin: str = REGION_ORIGIN) -> list[Stop]:
-    agreements = Agreements(trust(), Origin.parse(origin))
+def stops_of(
+    leaves: list[Leaf],
+    origin: str = REGION_ORIGIN,
+    arrived: Sequence[tuple[str, str]] = (),
+    trusting: Trust | None = None,
+) -> list[Stop]:
+    """`arrived`: grants and streams of which something arrived."""
+    trusted = trusting or trust()
+    keys = KeysInLog(trusted, origin, lambda ending, index: True)
+    agreements = Agreements(trusted, Origin.parse(origin), keys)
     for index, leaf in enumerate(leaves):
         assert not agreements.take(index, leaf, lambda header: header.document)
-    stops = sorted(agreements.stops(), key=lambda stop: stop.leaf)
+    outlawed, unasked = agreements.outlawed_stops(arrived)
+    assert not unasked
+    stops = sorted((*agreements.stops(), *outlawed), key=lambda stop: stop.leaf)
     assert all(stop.document == leaves[stop.leaf].header.document_sha256 for stop in stops)
-    return [stop._replace(document=b"") for stop in stops]
+    return [
+        stop._replace(document=b"", until_leaf=None, sure_from_ms=NEVER, sure_until_ms=None) for stop in stops
+    ]
 
 
 def test_a_regions_log_says_from_when_to_when_it_forbade_what_may_leave_it() -> None:
@@ -141,11 +159,14 @@ def policies(*said: tuple[int, SignedDocument]) -> list[Leaf]:
     ]
 
 
-def outlawed(leaves: list[Leaf]) -> list[tuple[int, int | None]]:
+def outlawed(
+    leaves: list[Leaf], signed: Signed | None = None, stream: str = DEPARTURES, trusting: Trust | None = None
+) -> list[tuple[int, int | None]]:
     """From when to when, in minutes."""
+    arrived = [((signed or SIGNED[DEPARTURES]).grant, stream)]
     return [
         ((stop.from_ms - START_MS) // MINUTE_MS, stop.until_ms and (stop.until_ms - START_MS) // MINUTE_MS)
-        for stop in stops_of(leaves)
+        for stop in stops_of(leaves, arrived=arrived, trusting=trusting)
         if stop.word == "outlawed"
     ]
 
@@ -174,7 +195,7 @@ def test_a_policy_forbids_while_it_is_in_force_and_does_not_allow_the_terms(tall
     tally("policies that outlaw a grant, and give way", len(logs))
 
 
-def test_a_policy_forbids_no_grant_before_it_was_made_and_no_pattern() -> None:
+def test_a_policy_forbids_no_grant_before_it_was_made_and_of_a_pattern_each_stream_by_its_name() -> None:
     signed = SIGNED[DEPARTURES]
     grant, first = grant_leaves(signed, Side.EGRESS, START_MS), policy(1)
     early = [
@@ -182,8 +203,35 @@ def test_a_policy_forbids_no_grant_before_it_was_made_and_no_pattern() -> None:
     ]
     assert outlawed([paper_leaf(first, signed, time_ms=START_MS - 10), *early, *grant[1:]]) == []
     wild = signed_grant(stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True)
-    leaves = [*grant_leaves(wild, Side.EGRESS, START_MS), paper_leaf(policy(2, allows=False), wild)]
-    assert outlawed(leaves) == []
+    crew = "deny:\n  - {name: crew-stays, streams: [acme/ops/crew], because: it stays}\n"
+    later = paper_leaf(policy(2, more=crew), wild, time_ms=START_MS + 3 * MINUTE_MS)
+    leaves = [*grant_leaves(wild, Side.EGRESS, START_MS), later]
+    found = {
+        name: outlawed(leaves, wild, name)
+        for name in ("acme/ops/crew", "acme/ops/tails", "acme/other/crew", "no name")
+    }
+    assert found == {
+        "acme/ops/crew": [(3, None)],
+        "acme/ops/tails": [],
+        "acme/other/crew": [],
+        "no name": [],
+    }
+
+
+def test_an_earlier_text_that_comes_back_under_a_later_key_says_nothing_of_the_time_between() -> None:
+    """The policy key was stolen. The region gives it up, and goes back to the first policy that it had, which did not allow what the second one did."""
+    former, now = key(POLICY_SEEDS["us-east"]).verify_key.public, key(40)
+    first, second, thief = policy(2, allows=False), policy(3), policy(99)
+    leaves = policies((1, first), (2, second), (7, thief))
+    gone = FormerKeys(policy_keys=(former,), ends=(KeyEnd(REGION_ORIGIN, len(leaves), root_of(leaves)),))
+    bundle = region_bundle("us-east", issued_ms=START_MS + 1, policy_keys=(now.verify_key.public,))
+    trusting = Trust.of([bundle.with_former((gone,)), region_bundle("eu-west")])
+    for back, found in ((first, [(1, 2), (8, None)]), (second, [(1, 2)]), (thief, [(1, 2)])):
+        text = parse_policy(back.body.decode(), "us-east")
+        again = paper_leaf(
+            sign_policy(text, now.private_key), SIGNED[DEPARTURES], time_ms=START_MS + 8 * MINUTE_MS
+        )
+        assert outlawed([*leaves, again], trusting=trusting) == found
 
 
 @only_slow
@@ -251,7 +299,7 @@ def test_what_arrived_against_the_sources_word_is_a_breach(spark: Any, tmp_path:
         (START_MS + 8 * MINUTE_MS, RESUME, 2, "us-east"),
         (START_MS + 20 * MINUTE_MS, REVOKE, 3, "us-east"),
     )
-    own += grant_leaves(SIGNED[ORDERS], Side.EGRESS, START_MS - 1_000)[1:]
+    own[1:1] = grant_leaves(SIGNED[ORDERS], Side.EGRESS, START_MS - 1_000)[1:]
     denied = deny_entry("acme/payments/*", at=START_MS + 30 * MINUTE_MS)
     own.append(paper_leaf(denied, SIGNED[ORDERS], time_ms=START_MS + 30 * MINUTE_MS))
     paths = [*write_world(tmp_path, world), tmp_path / "region"]
@@ -272,3 +320,97 @@ def test_what_arrived_against_the_sources_word_is_a_breach(spark: Any, tmp_path:
     # A leaf of the largest numbers keeps no report from being made.
     assert [row["records"] for row in rows if row["exception"] == "gap-retention"] == [COUNT_MAX]
     tally("leaves with the largest numbers", 7)
+
+
+def test_of_too_many_policies_about_too_many_streams_is_said_how_many_were_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signed = SIGNED[DEPARTURES]
+    agreements = Agreements(trust(), Origin.parse(REGION_ORIGIN))
+    for index, leaf in enumerate(policies((3, policy(2, allows=False)), (5, policy(3)))):
+        agreements.take(index, leaf, lambda header: header.document)
+    arrived = [(signed.grant, DEPARTURES)] * 2
+    monkeypatch.setattr("audit.agreement.DECISIONS_ASKED_MAX", 5)
+    stops, unasked = agreements.outlawed_stops([("g-unknown", DEPARTURES), *arrived])
+    assert ([(stop.leaf, stop.until_leaf) for stop in stops], unasked) == (
+        [(len(words()), len(words()) + 1)],
+        1,
+    )
+    monkeypatch.setattr("audit.agreement.POLICIES_MAX", 3)
+    agreements.take(
+        99, paper_leaf(policy(4), signed, time_ms=START_MS + 9 * MINUTE_MS), lambda header: header.document
+    )
+    assert agreements.outlawed_stops(arrived) == ((), 2), "which was in force when is not known any more"
+
+
+def test_where_the_clock_was_set_right_a_word_held_surely_no_longer_than_the_leaves_around_it_say() -> None:
+    signed = SIGNED[DEPARTURES]
+
+    def surely(*said: tuple[int, StandingAction]) -> list[tuple[int, int | None]]:
+        leaves = words(
+            *((START_MS + at * MINUTE_MS, action, at_, "us-east") for at_, (at, action) in enumerate(said, 1))
+        )
+        agreements = Agreements(trust(), Origin.parse(REGION_ORIGIN))
+        for index, leaf in enumerate(leaves):
+            agreements.take(index, leaf, lambda header: header.document)
+        return [
+            ((stop.sure_from_ms - START_MS) // MINUTE_MS, stop.sure_until_ms and (stop.sure_until_ms - START_MS) // MINUTE_MS)
+            for stop in agreements.stops()
+            if stop.grant_id == signed.grant and stop.word == "paused"
+        ]  # fmt: skip
+
+    assert surely((1, PAUSE), (5, RESUME)) == [(1, 5)]
+    assert surely((9, RESUME), (2, PAUSE)) == [(9, None)], "it had been ahead, or is behind now"
+    assert surely((1, PAUSE), (60, RESUME), (7, RESUME)) == [(1, 7)], "it was ahead when it was resumed"
+    assert surely((8, RESUME), (1, PAUSE), (5, RESUME), (9, PAUSE)) == [(8, 5), (9, None)]
+
+
+@only_slow
+@pytest.mark.parametrize(
+    "case", ["given way since", "logs that end before", "a pattern", "a clock set right"]
+)
+def test_a_policy_forbids_as_far_as_the_logs_go(
+    spark: Any, tmp_path: Path, case: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its region's log was copied before others: then it is not said of what crossed since. Of a pattern each stream is asked for by its name."""
+    if case == "a pattern":
+        wild = signed_grant(
+            stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True, expires=START_MS + 10**10
+        )
+        monkeypatch.setitem(SIGNED, DEPARTURES, wild)
+        monkeypatch.setitem(TERMS, DEPARTURES, wild.terms)
+    signed = SIGNED[DEPARTURES]
+    world = World()
+    world.grant(DEPARTURES, START_MS - 1_000)
+    world.batch(DEPARTURES, 0, START_MS + 4 * MINUTE_MS, 10, withheld=0.0)
+    if case == "given way since":
+        world.egress.append([paper_leaf(policy(4), signed, time_ms=START_MS + 6 * MINUTE_MS)])
+    kept = len(world.egress)
+    world.batch(DEPARTURES, 0, START_MS + 9 * MINUTE_MS, 20, withheld=0.0)
+    if case == "logs that end before":
+        del world.egress[kept:]
+    own = grant_leaves(signed, Side.EGRESS, START_MS - 1_000)
+    if case == "a clock set right":
+        own += [paper_leaf(policy(2), signed, time_ms=START_MS + 30 * MINUTE_MS)]
+    no = f"deny:\n  - {{name: stays, streams: [{DEPARTURES}], because: it stays}}\n"
+    outlaws = policy(3 if case == "a clock set right" else 2, more=no)
+    own += [paper_leaf(outlaws, signed, time_ms=START_MS + 2 * MINUTE_MS)]
+    paths = [*write_world(tmp_path, world), tmp_path / "region"]
+    write_log(paths[2], REGION_ORIGIN, [own], cosign=True)
+    result = run_report(paths, tmp_path / "out", trust=trust(), session=spark)
+    found = {
+        (row["severity"], row["exception"]): row["records"]
+        for row in result.report.exceptions.records()
+        if row["exception"].startswith("arrived")
+    }
+    breach, perhaps = (BREACH, "arrived-though-outlawed"), ("notice", "arrived-perhaps-though-outlawed")
+    assert (
+        found
+        == {
+            "given way since": {breach: 10},
+            "logs that end before": {breach: 10, perhaps: 20},
+            "a pattern": {breach: 30},
+            "a clock set right": {perhaps: 30},
+        }[case]
+    )
+    tally("policies as far as the logs go", 1)

@@ -286,3 +286,18 @@ def test_a_leaf_of_a_later_release_is_refused_as_one(change: dict[str, object]) 
     with pytest.raises(CorruptionError) as refused:
         decode_leaf(data[:8] + b"\xff" + data[9:])
     assert "later" not in str(refused.value)
+
+
+def test_why_a_leaf_is_none_does_not_repeat_all_that_its_writer_put_there() -> None:
+    (leaf,) = intent_leaves(header(), records(0, 10), committer())
+    data = encode_leaf(leaf)
+    head = msgspec.msgpack.encode({"a name" * 9_000: 1})
+    with pytest.raises(CorruptionError, match="unknown field `a name") as refused:
+        decode_leaf(
+            data[:4]
+            + len(head).to_bytes(2, "big")
+            + data[6:8]
+            + head
+            + data[8 + int.from_bytes(data[4:6], "big") :]
+        )
+    assert len(refused.value.sentence) < 300

@@ -38,13 +38,17 @@ from bridge.plan import Verdict
 from bridge.wire import SealedBatch
 from felix.batch import (
     BRIDGED_EPOCH,
+    HEADERS_MAX,
+    KEY_BYTES_MAX,
     Batch,
     NewRecord,
+    Parts,
     body_checksum,
     decode_batch,
     decode_records,
     encode_batch,
 )
+from felix.batch import batch_of as batch_of_parts
 from felix.errors import Code, TamperError
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
@@ -310,6 +314,29 @@ def test_a_record_that_is_too_large_with_its_path_stays_and_its_leaf_says_so() -
     leaves = leaves_of(only, way)
     assert withheld_for(leaves) == {TRANSFORM_FAILED: [100]}
     assert arrived(way, [only]) == []
+
+
+def test_a_record_that_would_have_more_headers_than_fit_with_its_path_stays() -> None:
+    names = [f"h{number}" for number in range(HEADERS_MAX)]
+    way = route(transform=build_spec(headers=names))
+    records = [
+        NewRecord(departure(number), None, dict.fromkeys(names[:many], b"1"))
+        for number, many in enumerate((HEADERS_MAX, HEADERS_MAX - 1))
+    ]
+    (only,) = cross(way, records)
+    assert withheld_for(leaves_of(only, way)) == {TRANSFORM_FAILED: [100]}
+    assert [offset for offset, _ in arrived(way, [only])] == [101]
+
+
+def test_a_record_whose_key_no_client_encodes_stays_where_keys_cross_as_they_are() -> None:
+    """The broker reads no body: a publisher's own code may put any key into one."""
+    records = Parts([departure(0), departure(1)], [b"k" * (KEY_BYTES_MAX + 1), b"k" * KEY_BYTES_MAX], None)
+    for rule, stay in ((KeyRule.KEEP, {TRANSFORM_FAILED: [100]}), (KeyRule.HASH, {})):
+        way = route(transform=build_spec(key=rule))
+        batch = open_sealed(sealed(batch_of_parts(records)), data_key())
+        (only,) = seal_ranges(sort_records(batch, way), way)
+        assert withheld_for(leaves_of(only, way)) == stay
+        assert [offset for offset, _ in arrived(way, [only])] == ([101] if stay else [100, 101])
 
 
 def test_a_batch_that_grows_beyond_the_wire_is_halved_always_in_the_same_places() -> None:

@@ -17,7 +17,15 @@ from log.building import IDENTITY, SMALL, FailingFiles, serving
 from long_runs import count
 from runtimes import with_wall
 
-from felix.batch import MESSAGE_ID_HEADER, Batch, NewRecord, decode_batch, decode_records, encode_batch
+from felix.batch import (
+    MESSAGE_ID_BYTES_MAX,
+    MESSAGE_ID_HEADER,
+    Batch,
+    NewRecord,
+    decode_batch,
+    decode_records,
+    encode_batch,
+)
 from felix.errors import Code, FelixError, OffsetMismatchError, RequestError, UnavailableError
 from felix.settings import EPHEMERAL, Deduplication
 from region.log.message_ids import Identified, MessageIds, sift
@@ -143,9 +151,10 @@ async def test_an_ephemeral_shard_remembers_while_it_lives() -> None:
         assert (await shard.append(batch_of(("a", "1"), ("b", None)))).offsets == (0, 1)
 
 
-async def append_as_it_is(shard: ShardLog, annotation: bytes) -> Appended:
+async def append_as_it_is(shard: ShardLog, annotation: bytes, message_id: str = "1") -> Appended:
     future: asyncio.Future[Appended | FelixError] = asyncio.get_running_loop().create_future()
-    shard.append_nowait(batch_of(("a", "1")), future.set_result, annotation=annotation, slot=1, as_it_is=True)
+    batch = batch_of(("a", message_id))
+    shard.append_nowait(batch, future.set_result, annotation=annotation, slot=1, as_it_is=True)
     answer = await future
     assert isinstance(answer, Appended)
     return answer
@@ -165,6 +174,16 @@ async def test_what_comes_over_a_border_is_appended_as_it_is_and_remembered(tmp_
         await append_as_it_is(shard, b"@1")
         assert (await append_as_it_is(shard, b"@2")).base_offset == 1
         assert (await shard.append(batch_of(("a", "1")))).offsets == (1,)
+
+
+async def test_an_impossible_id_stops_nothing_that_comes_over_a_border(tmp_path: Path) -> None:
+    """Its producer wrote into a stream that does not look at ids, and nothing else can be sent in its place."""
+    async with serving(tmp_path, DEDUPLICATING) as shard:
+        for number, wrong in enumerate(("x" * (MESSAGE_ID_BYTES_MAX + 1),) * 3):
+            assert (await append_as_it_is(shard, b"@", wrong)).base_offset == number
+        assert shard.message_ids == 0
+        assert (await append_as_it_is(shard, b"@", "2")).base_offset == 3
+        assert (await shard.append(batch_of(("a", "2")))).offsets == (3,)
 
 
 def test_what_is_rolled_back_is_forgotten_and_pushed_nothing_out() -> None:

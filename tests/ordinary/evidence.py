@@ -13,7 +13,7 @@ from audit.position import LinkShard
 from audit.proof import check_proof, prove
 from audit.tile import read_entries
 from audit.tile_disk import Folder
-from audit.verify import verify_log
+from audit.verify import OUTLAWED, verify_log
 from felix.errors import FelixError
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ def findings(world: World) -> list[str]:
         )
         found += [
             f"{origin}: step {each.step}, leaf {each.leaf}: {each.sentence}" for each in report.findings
+        ]
+        found += [
+            f"{origin}: leaf {each.leaf}: {each.sentence}" for each in report.notices if each.name == OUTLAWED
         ]
         if not report.findings:
             found += unproved(origin, path, world)

@@ -61,6 +61,7 @@ from region.node import Node
 
 STREAMS: Final = ("acme/ops/departures", "acme/ops/departures", "acme/ops/departures", "acme/ops/crew")
 """Few, so that operations meet; one may stand here several times."""
+NO_STREAM: Final = "acme/ops/none"
 COPIES: Final = ("", "", "acme/ops/copy")
 """Under which name a granted stream arrives; empty: its own."""
 APPROVERS: Final = ("dpo", "ciso")
@@ -104,6 +105,8 @@ imports:
     onward: true
     approvals: {arriving}
     approvers: [{named}]
+deny:
+  - {{name: stays, streams: [{stays}], because: It stays where it is.}}
 """
 
 
@@ -125,11 +128,12 @@ class Granted:
 
 
 class Asked(NamedTuple):
-    """What a region's policy asks for: approvals of what leaves and of what arrives; `named`: whose count, all where it is empty."""
+    """What a region's policy asks for: approvals of what leaves and of what arrives; `named`: whose count, all where it is empty; `stays`: what does not cross."""
 
     leaving: int = 1
     arriving: int = 0
     named: tuple[str, ...] = ()
+    stays: str = NO_STREAM
 
     def approvers(self, number: int) -> tuple[str, ...]:
         """The first of those who count."""
@@ -233,7 +237,7 @@ class World:
         )
         text = _POLICY.format(
             region=region, regions=countries, others=", ".join(self.others(region)), revision=self._revision,
-            leaving=asked.leaving, arriving=asked.arriving, named=", ".join(asked.named),
+            leaving=asked.leaving, arriving=asked.arriving, named=", ".join(asked.named), stays=asked.stays,
         )  # fmt: skip
         return parse_policy(text, region)
 
@@ -549,13 +553,14 @@ class World:
         return f"{grant.body.grant} signed in {source}"
 
     async def change_policy(self) -> str | None:
-        """Another number of approvals, of what leaves or of what arrives, and other people whose approvals count."""
+        """Another number of approvals, of what leaves or of what arrives, and other people whose approvals count; and now and then a stream that may not cross any more, or may again."""
         region, named = (
             self.random.choice(self.regions),
             self.random.choice(((), (), *((n,) for n in APPROVERS))),
         )
         leaving = 1 if named else self.random.choice((1, 1, 2))
-        self._asks[region] = Asked(leaving, self.random.choice((0, 0, 1)), named)
+        stays = self.random.choice((NO_STREAM, NO_STREAM, *STREAMS, *filter(None, COPIES)))
+        self._asks[region] = Asked(leaving, self.random.choice((0, 0, 1)), named, stays)
         await self.apply_policy(region)
         return f"{region} asks for {self._asks[region]}"
 

@@ -8,6 +8,7 @@ import pytest
 from approvers import DAY, MADE_MS, approver, authority, roots
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 from departures import terms
 
@@ -17,11 +18,13 @@ from felix.names import IDENTITY_KINDS, SESSION_KINDS, SpiffeId
 from felix.peer import TrustBundle, encode_chain, verify_peer
 from keys.authority import IDENTITY_LIFETIME, create_authority
 from policy.approval import (
+    ORDER,
     Approval,
     ApprovalBody,
     open_approval,
     parse_document,
     refuse_ended,
+    refuse_twin,
     sign_approval,
 )
 from policy.signed import Purpose, SignatureError, SignedDocument, canonical, sign
@@ -117,6 +120,19 @@ def test_an_approval_outlives_its_certificate_but_is_handed_in_before() -> None:
     open_approval(APPROVAL, roots())
     with pytest.raises(SignatureError, match="expired"):
         refuse_ended(APPROVAL, roots(), MADE_MS + 31 * DAY)
+
+
+def test_of_the_two_signatures_that_hold_a_new_approval_has_the_one_that_we_make() -> None:
+    """Whoever carries an approval makes the other one of it. What was signed before has either, and holds."""
+    for at in range(NOW, NOW + 16):
+        approval = sign_approval(HASH, approver("dpo"), at)
+        r, s = decode_dss_signature(approval.signature)
+        twin = Approval(approval.body, approval.chain_pem, encode_dss_signature(r, ORDER - s))
+        assert open_approval(twin, roots()) == open_approval(approval, roots())
+        assert Approval.parse(twin.encode_file()) == twin
+        refuse_twin(approval)
+        with pytest.raises(SignatureError, match="the higher one of two"):
+            refuse_twin(twin)
 
 
 def test_without_the_regions_root_nothing_is_believed() -> None:
