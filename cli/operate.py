@@ -30,6 +30,8 @@ from policy.quantity import Duration
 
 LOOK_S: Final = 0.5
 """How often the region is asked how far it is."""
+LOOKS: Final = 5
+"""So many say that a broker is drained no more before it is believed: another broker may be asked, which hears of it later."""
 
 
 def copies_text(count: int) -> str:
@@ -97,7 +99,7 @@ async def _drain(
 
         async def copies() -> int:
             nonlocal found
-            found = _of(await client.describe(), broker)
+            (found,) = await _still_drained(client, [broker])
             return found.copies - (found.bound if partly else 0)
 
         if not wait_ms:
@@ -115,6 +117,22 @@ async def _drain(
             ),
         )
         return found
+
+
+async def _still_drained(client: felix.RegionClient, names: Sequence[str]) -> list[BrokerState]:
+    """Brokers that this command drained. Raises RequestError(CONFLICT) where somebody has let one have copies again meanwhile."""
+    for _ in range(LOOKS):
+        state = await client.describe()
+        found = [_of(state, name) for name in names]
+        if ended := [each.broker for each in found if not each.is_drained]:
+            await asyncio.sleep(LOOK_S)
+        else:
+            return found
+    raise RequestError(
+        f"{', '.join(ended)} may have copies again: somebody ended the drain meanwhile, as with `felix region undrain`.",
+        code=Code.CONFLICT,
+        hint="felix region status shows which brokers are drained; repeat this command if it is still wanted.",
+    )
 
 
 def undrain(
@@ -313,9 +331,14 @@ def scale(
         new = [str(each.id) for each in after.cluster.brokers if str(each.id) not in before]
         if new and is_served:
             run(_come(region, identity, new, wait_ms))
-        if is_served and (away := run(_away(region, identity, before))):
+        away, drained = run(_standing(region, identity, before)) if is_served else ([], [])
+        if away:
             note(
                 f"{', '.join(away)} {'is' if len(away) == 1 else 'are'} not alive; felix region status {region} says why"
+            )
+        if drained:
+            note(
+                f"{', '.join(drained)} {'is' if len(drained) == 1 else 'are'} drained and may have no copies; felix region undrain {drained[0]} changes that"
             )
         out.print(
             f"{name} has {counted(count, 'broker')}; `felix region rebalance` gives new ones their share"
@@ -386,6 +409,15 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int, dat
     for number, name in enumerate(known):
         # Refused before the first is drained where not all can be.
         await _drain(region, identity, name, wait_ms, beside=known[number + 1 :])
+    async with connect(region, identity) as client:
+        # Where it was not to wait, or somebody let the first have copies again while the last was drained.
+        for each in await _still_drained(client, known):
+            if each.copies:
+                raise UnavailableError(
+                    f"{each.broker} is being drained, and has still {copies_text(each.copies)}: it is not stopped.",
+                    code=Code.TIMEOUT,
+                    hint="Repeat this command, with a --wait that is long enough: it goes on.",
+                )
     return known
 
 
@@ -412,11 +444,12 @@ async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> N
                 await client.retire_broker(name)
 
 
-async def _away(region: str, identity: str, names: Sequence[str]) -> list[str]:
-    """Those that are not alive."""
+async def _standing(region: str, identity: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those that are not alive, and those that are drained."""
     async with connect(region, identity) as client:
         state = await client.describe()
-    return [name for name in names if not _is_alive(state, name)]
+    away = [name for name in names if not _is_alive(state, name)]
+    return away, [each.broker for each in state.brokers if each.broker in names and each.is_drained]
 
 
 def _is_alive(state: RegionState, name: str) -> bool:

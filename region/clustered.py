@@ -51,7 +51,7 @@ from region.cluster.problems import (
     vacancy,
     wrong_clock,
 )
-from region.cluster.records import ShardId
+from region.cluster.records import ShardId, ShardRecord
 from region.cluster.transactions import Reason, Refusal
 from region.copy_ends import CopyEnds
 from region.copy_troubles import CopyTroubles
@@ -534,7 +534,10 @@ class Clustered:
                     hint=f"Move what it has with `felix region drain {broker}`, or give up copies that are lost for good, then stop it.",
                 )
             result = await member.mirror.commit(made)
-            if result is not None and result.succeeded:
+            # Where the answer was lost, what is there now says whether it happened.
+            if (result is not None and result.succeeded) or (
+                result is None and broker not in member.mirror.view.nodes
+            ):
                 log.warning("broker %s is retired", broker)
                 return
 
@@ -561,6 +564,7 @@ class Clustered:
         and what the store raises. `by`: the operator, for the log."""
         member, shard = self.member, ShardId(record.incarnation, number)
         mirror = member.mirror
+        tried: dict[str, tuple[ShardRecord, int, dict[str, LogEnd | Unopened]]] = {}
         while True:
             ends = await self._hear_ends(shard)
             view = mirror.view
@@ -590,8 +594,14 @@ class Clustered:
                         f"away; where a folder is lost for good: felix region up {member.region} --broker BROKER --replace-folder."
                     )
                 raise RequestError(made.sentence, code=Code.CONFLICT, hint=hint)
+            tried[election] = before, epoch, ends
             result = await mirror.commit(made)
             if result is not None and result.succeeded:
+                break
+            held = mirror.view.shards.get(shard)
+            if held is not None and held.election in tried:
+                # It happened, and its answer was lost.
+                before, epoch, ends = tried[held.election]
                 break
         given_up = ", ".join(sorted({*before.members(), *lost} - {winner})) or "none"
         log.error(
@@ -623,9 +633,10 @@ class Clustered:
             return {}
         return await self.ends.hear(shard, sorted(living_copies(view, record)))
 
-    async def rebalance(self, *, dry_run: bool, since: int) -> ShardMoves:
-        """Move copies until each broker has its share. Raises NotLeaderError where another broker is the controller. `since`: a revision from which moves
-        that ended are counted."""
+    async def rebalance(self, *, dry_run: bool, since: int, by: str) -> ShardMoves:
+        """Move copies until each broker has its share: it is written down, so that the next controller goes on with it. Raises NotLeaderError where another
+        broker is the controller, which one of an earlier release moves copies by, and what the store raises. `since`: a revision from which moves that ended
+        are counted. `by`: the operator."""
         member = self.member
         if not member.controls.term and not dry_run:
             address = member.assignments.address(member.controller) if member.controller else ""
@@ -648,7 +659,10 @@ class Clustered:
         under_way = sum(record.target != () for shard, record in view.shards.items() if shard not in unled)
         moved = sum(revision > since for revision in view.arrived.values()) if since else 0
         if not dry_run:
-            member.controls.rebalance()
+            while True:
+                result = await member.mirror.commit(transactions.rebalance(member.mirror.view, by))
+                if result is not None and result.succeeded:
+                    break
         return ShardMoves(moves[:MOVES_SHOWN], len(moves), under_way, len(unled), moved, view.revision)
 
     async def placed(self, record: Stream) -> None:

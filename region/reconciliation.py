@@ -856,5 +856,7 @@ def retired(view: ClusterView, plan: Plan) -> list[Transaction]:
 
 
 def thaw(view: ClusterView) -> Transaction:
-    """The region was reconciled: place and elect again."""
-    return Transaction((unchanged(view, view.keys.frozen),), (Delete(view.keys.frozen),))
+    """The region was reconciled: place and elect again. A rebalancing of before is not gone on with."""
+    keys = view.keys
+    gone = [keys.frozen, *([keys.rebalance] if view.revision_of(keys.rebalance) else [])]
+    return Transaction(tuple(unchanged(view, key) for key in gone), tuple(map(Delete, gone)))

@@ -564,7 +564,7 @@ class Requests:
 
     async def rebalance_shards(self, identity: SpiffeId, request: RebalanceShards) -> ShardMoves:
         self._broker.require_operator(identity, "move copies")
-        return await self._several().rebalance(dry_run=request.dry_run, since=request.since)
+        return await self._several().rebalance(dry_run=request.dry_run, since=request.since, by=str(identity))
 
     def _several(self) -> Clustered:
         """Raises RequestError(UNSUPPORTED) where the region has one broker."""

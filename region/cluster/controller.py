@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from region.cluster import transactions
 from region.cluster.election import LogEnd, has_yielded, longest, may_ask_for_ends
 from region.cluster.membership import (
@@ -51,6 +53,8 @@ DECISIONS_MAX: Final = 2 * SHARDS_PER_TRANSACTION
 """Shards decided on in one step, for the same reason; the rest follows in the next."""
 SHARD_SUBJECT: Final = "shard "
 """How the subject of an alarm begins that the controller alone raises."""
+COPY_AWAITED_MS: Final = 60_000
+"""A broker that is to get a copy, and has been gone for so long, gets it no more where others may have it: a restart takes less."""
 PLAN_LOOKS: Final = 10_000
 """How far a plan goes on in one step (placement.Planning): some tens of milliseconds at most, so that leases are renewed beside
 it. A region of some hundred shards is planned in one."""
@@ -138,16 +142,11 @@ class EndTold:
 
 
 @dataclass(frozen=True, slots=True)
-class Rebalance:
-    """An operator wants the plan to be carried out, until nothing is left to move."""
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Loaded | Changed | Leased | LeaseLost | Wanted | Answered | Found | EndTold | Rebalance | Tick
+Event = Loaded | Changed | Leased | LeaseLost | Wanted | Answered | Found | EndTold | Tick
 
 # What is to be done
 
@@ -221,7 +220,10 @@ class ControllerCore:
         self._deleted: Mapping[str, int] = {}
         self._ends: dict[ShardId, dict[str, LogEnd]] = {}
         self._asked_ms: dict[ShardId, int] = {}
-        self._rebalances = False
+        self._ending = 0
+        """the transaction that says that a rebalancing is over"""
+        self._absent: frozenset[str] = frozenset()
+        """brokers that get no copy any more which was on its way there"""
         self._moving: set[ShardId] = set()
         self._unplaced: set[ShardId] = set()
         self._placing: dict[ShardId, tuple[str, ...]] = {}
@@ -254,8 +256,15 @@ class ControllerCore:
             if wish.incarnation not in self._deleted
         ]
         return Planning(
-            self._sites_now(), wishes, {shard: place_of(record) for shard, record in self.view.shards.items()}
+            self._sites_now(),
+            wishes,
+            {shard: self._place_of(record) for shard, record in self.view.shards.items()},
         )
+
+    @property
+    def rebalances(self) -> bool:
+        """Whether an operator wants each broker to have its share, and something may be left to move."""
+        return self.view.rebalance is not None and self._ending not in self._flights
 
     @property
     def wants_step(self) -> bool:
@@ -290,11 +299,10 @@ class ControllerCore:
             case EndTold(shard, broker, end):
                 self._ends.setdefault(shard, {})[broker] = end
                 self._due.add(shard)
-            case Rebalance():
-                self._rebalances = self._survey = True
             case Tick():
                 pass
         if self._loaded:
+            self._note_absent(now_ms)
             self._act(now_ms)
         return self._actions
 
@@ -356,7 +364,9 @@ class ControllerCore:
         brokers: set[str] = set()
         for key in keys:
             self._alarm(key, self.view.unreadable.get(key, ""))
-            if key.startswith(names.shards) and key not in self.view.unreadable:
+            if key == names.rebalance:
+                self._survey = True
+            elif key.startswith(names.shards) and key not in self.view.unreadable:
                 self._noticed_shard(names.shard_of(key))
             elif key.startswith((names.nodes, names.brokers)):
                 brokers.add(key.rpartition("/")[2])
@@ -395,6 +405,21 @@ class ControllerCore:
             self._sites = sites
             self._drop_plan()
             self._note_places()
+
+    def _note_absent(self, now_ms: int) -> None:
+        absent = frozenset(
+            broker for broker, gone_ms in self._gone_ms.items() if now_ms - gone_ms >= COPY_AWAITED_MS
+        )
+        if absent != self._absent:
+            self._absent = absent
+            self._drop_plan()
+            self._note_places()
+
+    def _place_of(self, record: ShardRecord) -> tuple[str, ...]:
+        """Where a shard is, or is on its way to; without brokers that are gone, and have nothing of it yet."""
+        gone = self._absent - {*record.replicas, *record.members()} if record.target else frozenset()
+        place = tuple(broker for broker in place_of(record) if broker not in gone)
+        return place or place_of(msgspec.structs.replace(record, target=()))
 
     # What is under way
 
@@ -496,6 +521,7 @@ class ControllerCore:
         term = view.revision_of(view.keys.controller) if is_ours else 0
         if term and term != self._term:
             self._stalled_ms = None
+            self._survey = True
             self._due.update(view.shards)
         if self._term and not term:
             # Whoever is the controller now decides on the shards, and says what becomes of them.
@@ -760,7 +786,8 @@ class ControllerCore:
         view = self.view
         if not self._survey:
             return []
-        if not (self._rebalances or self._leaving) or self._moving & self._busy:
+        rebalances = self.rebalances
+        if not (rebalances or self._leaving) or self._moving & self._busy:
             self._survey = bool(self._moving & self._busy)
             return []
         places = self._plan()
@@ -768,24 +795,20 @@ class ControllerCore:
             return []
         # What nobody leads is not on its way: it keeps nothing else from moving.
         under_way = [view.shards[shard] for shard in self._under_way if not self._is_vacant(shard)]
-        gets = [broker for record in under_way for broker in record.target if broker not in record.replicas]
-        gives = [
-            broker
-            for record in under_way
-            if not set(record.target) <= set(record.replicas)
-            for broker in record.replicas
-            if broker not in record.target
-        ]
+        # One whose new copies are there copies nothing more: it may wait for another one, whose broker is away.
+        copied = [record for record in under_way if not {*record.target} <= {*record.replicas, *record.isr}]
+        gets = [broker for record in copied for broker in record.target if broker not in record.replicas]
+        gives = [broker for record in copied for broker in record.replicas if broker not in record.target]
         parts, is_left = [], bool(under_way)
         ready: dict[str, bool] = {}
-        for shard in sorted(view.shards if self._rebalances else self._leaving):
+        for shard in sorted(view.shards if rebalances else self._leaving_together()):
             record, target = view.shards[shard], places.get(shard, ())
             if place_of(record) == target or (record.target and shard not in self._leaving):
                 continue
             if self._is_vacant(shard) or not is_enough(record, target):
                 continue
             is_left = True
-            target = self._step_to(shard, target, places, ready)
+            target = self._with_newcomers(record, self._step_to(shard, target, places, ready))
             if place_of(record) == target:
                 continue
             new = [broker for broker in target if broker not in record.replicas]
@@ -807,17 +830,22 @@ class ControllerCore:
                 parts.append((shard, made))
                 gets += new
                 gives += old if new else []
-        if self._rebalances and not is_left:
+        if rebalances and not is_left:
             # A plan moves no more than one broker's share. Where this one moved something, another may go on.
             assert self._planning is not None
             before = self._planning.current
-            self._rebalances = any(
+            rebalances = any(
                 place != before.get(shard) and is_enough(view.shards[shard], place)
                 for shard, place in places.items()
                 if shard in view.shards
             )
             self._drop_plan()
-        self._survey = bool(parts) or self._rebalances
+            if not rebalances:
+                self._send(
+                    transactions.join([transactions.in_term(view, self._term), transactions.rebalanced(view)])
+                )
+                self._ending = self._made
+        self._survey = bool(parts) or rebalances
         self._moving = {shard for shard, _ in parts}
         return parts
 
@@ -847,6 +875,35 @@ class ControllerCore:
             )
         staged = (record.leader, *(broker for broker in target if broker != record.leader))
         return target if ready[unit] or len(staged) > REPLICAS_MAX else staged
+
+    def _leaving_together(self) -> set[ShardId]:
+        """What leaves, with the shards that one broker is to lead with it: those may have been moved apart, as by a drain that was ended half way, and the leader
+        goes only once all are where they are to be (`_step_to`)."""
+        units = {
+            _unit(wish)
+            for incarnation in {shard.incarnation for shard in self._leaving}
+            if (wish := self._wishes.get(incarnation)) is not None and not wish.spread
+        }
+        together = {
+            shard
+            for unit in units
+            for each in self._units.get(unit, ())
+            for number in range(each.shards)
+            if (shard := ShardId(each.incarnation, number)) in self.view.shards
+        }
+        return together | self._leaving
+
+    def _with_newcomers(self, record: ShardRecord, target: tuple[str, ...]) -> tuple[str, ...]:
+        """A move that is under way may not end, as where a broker is gone that it leads to. Copies that are in sync by it already go along, as members of the
+        sets, and leave with the next move."""
+        alive = self.view.alive
+        newcomers = [
+            broker
+            for broker in record.members()
+            if broker in alive and broker not in record.replicas and broker not in target
+        ]
+        wider = (*target, *newcomers)
+        return wider if len(wider) <= REPLICAS_MAX else target
 
     def _plan(self) -> dict[ShardId, tuple[str, ...]] | None:
         """Where everything is to be, by what is known; None while that is being worked out, for as many steps as it takes."""
@@ -887,10 +944,11 @@ class ControllerCore:
         nodes, wish = self.view.nodes, self._wishes.get(shard.incarnation)
         if wish is None or wish.stays:
             return False
-        place = place_of(record)
+        place = self._place_of(record)
         usable = sum(broker in nodes and not nodes[broker].drain for broker in self.view.alive)
         return (
-            len(place) > wish.replicas
+            place != place_of(record)
+            or len(place) > wish.replicas
             or len(place) < min(wish.replicas, usable)
             or any(broker in nodes and nodes[broker].drain for broker in place)
         )
@@ -920,7 +978,7 @@ class ControllerCore:
         else:
             self._unplaced.discard(shard)
         if self._planning is not None:
-            place = () if record is None else place_of(record)
+            place = () if record is None else self._place_of(record)
             planned = None if self._planned is None else self._planned.get(shard, ())
             # On its way there the leader may go along first (`_step_to`).
             step = place if planned and set(place) == {*planned, *place[:1]} else planned

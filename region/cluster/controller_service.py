@@ -30,7 +30,6 @@ from region.cluster.controller import (
     Leased,
     LeaseLost,
     Loaded,
-    Rebalance,
     StreamWish,
     Tick,
     Transact,
@@ -90,10 +89,6 @@ class ControllerService:
     def want(self, streams: Iterable[StreamWish], deleted: Mapping[str, int]) -> None:
         """The streams of the catalog, and of deleted ones the revision of their marks, by incarnation."""
         self._step(Wanted(tuple(streams), dict(deleted)))
-
-    def rebalance(self) -> None:
-        """Move shards until each broker has its share."""
-        self._step(Rebalance())
 
     async def planned(self) -> dict[ShardId, tuple[str, ...]]:
         """Where a rebalancing would have each shard, the leader first; whether this broker is the controller or not."""

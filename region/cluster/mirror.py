@@ -126,6 +126,7 @@ class ClusterMirror:
         return key.startswith((keys.nodes, keys.brokers, keys.pulses, keys.shards)) or key in (
             keys.controller,
             keys.frozen,
+            keys.rebalance,
             keys.alone,
         )
 

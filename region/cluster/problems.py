@@ -99,7 +99,7 @@ class Survey(NamedTuple):
             *copies,
             *unreadable(view.unreadable),
         ]
-        return Found(problems, [*away_remarks, *copies_remarks])
+        return Found(problems, [*away_remarks, *copies_remarks, *_rebalancing(view, region)])
 
 
 def wrong_clock(broker: str, ahead_ms: Mapping[str, int]) -> str:
@@ -173,6 +173,14 @@ def _frozen(view: ClusterView, region: str) -> Iterator[str]:
         yield (
             f"The metadata store is older than the brokers' folders: {view.frozen.why}. Nothing is placed or elected. Put the newest backup of it "
             f"back, stop all brokers, and run `felix region reconcile {region} --dry-run`."
+        )
+
+
+def _rebalancing(view: ClusterView, region: str) -> Iterator[str]:
+    if view.rebalance is not None:
+        yield (
+            f"Copies and leaders are being moved until each broker has its share, as {view.rebalance.by} asked: `felix region rebalance --dry-run "
+            f"--region {region}` shows what is left."
         )
 
 

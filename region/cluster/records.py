@@ -155,7 +155,16 @@ class FrozenRecord(msgspec.Struct, frozen=True):
     why: str
 
 
-Record = ShardRecord | NodeRecord | BrokerRecord | PulseRecord | ControllerRecord | FrozenRecord
+class RebalanceRecord(msgspec.Struct, frozen=True):
+    """Copies are to be moved until each broker has its share, as an operator said. Whoever is the controller goes on with it, and removes it once nothing
+    is left to move."""
+
+    by: str
+
+
+Record = (
+    ShardRecord | NodeRecord | BrokerRecord | PulseRecord | ControllerRecord | FrozenRecord | RebalanceRecord
+)
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
@@ -170,6 +179,7 @@ class ClusterKeys:
         self.pulses = f"{self.prefix}pulse/"
         self.shards = f"{self.prefix}shards/"
         self.controller = f"{self.prefix}controller"
+        self.rebalance = f"{self.prefix}rebalance"
         self.frozen = Keys(region).frozen()
         self.audit_home = f"{self.prefix}audit_home"
         """of where the audit log is (region.cluster.member)"""
@@ -247,6 +257,11 @@ def decode_frozen(value: bytes, key: str) -> FrozenRecord:
     return _checked(value, FrozenRecord, key)
 
 
+def decode_rebalance(value: bytes, key: str) -> RebalanceRecord:
+    """An operator's word that copies are to be evened out, checked."""
+    return _checked(value, RebalanceRecord, key)
+
+
 def _checked(value: bytes, kind: type[_Record], key: str) -> _Record:
     record = decode(value, kind, key)
     _check(record, key)
@@ -275,6 +290,8 @@ def _check(record: msgspec.Struct, key: str) -> None:
             _check_brokers("writers", (record.by,), 1, key)
             if len(record.why) > SENTENCE_CHARS_MAX:
                 raise _invalid(key, f"its reason has {len(record.why)} characters")
+        case RebalanceRecord():
+            _check_words((record.by,), key)
 
 
 def _check_shard(record: ShardRecord, key: str) -> None:

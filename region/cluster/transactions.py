@@ -31,6 +31,7 @@ from region.cluster.election import (
 from region.cluster.records import (
     ControllerRecord,
     FrozenRecord,
+    RebalanceRecord,
     ShardId,
     ShardRecord,
     encode,
@@ -238,6 +239,12 @@ def remove(view: ClusterView, shard: ShardId, deleted: str, deleted_revision: in
     """Forget a shard whose stream was deleted, as the mark `deleted` says."""
     key = view.keys.shard(shard)
     return Transaction((unchanged(view, key), ModRevision(deleted, deleted_revision)), (Delete(key),))
+
+
+def rebalanced(view: ClusterView) -> Transaction:
+    """Nothing is left to move. A newer word than the one that was carried out stays."""
+    key = view.keys.rebalance
+    return Transaction((unchanged(view, key),), (Delete(key),))
 
 
 # A shard's leader
@@ -479,6 +486,12 @@ def _why_not_from(
         said += [f"{broker} cannot open its copy, which may have more" for broker in unopened]
         return Refusal(Reason.NOT_NAMED, f"{'; '.join(said)}: it must be named as lost, too.")
     return None
+
+
+def rebalance(view: ClusterView, by: str) -> Transaction:
+    """Have the controller, whichever broker that is or becomes, move copies until each broker has its share. `by`: who asks."""
+    key = view.keys.rebalance
+    return Transaction((unchanged(view, key),), (Put(key, encode(RebalanceRecord(by), key)),))
 
 
 def freeze(view: ClusterView, broker: str, why: str) -> Transaction:

@@ -17,6 +17,7 @@ from region.cluster.records import (
     FrozenRecord,
     NodeRecord,
     PulseRecord,
+    RebalanceRecord,
     ShardId,
     ShardRecord,
     decode_broker,
@@ -24,6 +25,7 @@ from region.cluster.records import (
     decode_frozen,
     decode_node,
     decode_pulse,
+    decode_rebalance,
     decode_shard,
 )
 from region.metadata.transaction import Change, Entry, Snapshot
@@ -41,6 +43,7 @@ class ClusterView:
         self.shards: dict[ShardId, ShardRecord] = {}
         self.controller: ControllerRecord | None = None
         self.frozen: FrozenRecord | None = None
+        self.rebalance: RebalanceRecord | None = None
         self.arrived: dict[ShardId, int] = {}
         """where a move of a shard was seen to end as it was meant: the revision of the last one"""
         self.unreadable: dict[str, str] = {}
@@ -76,7 +79,7 @@ class ClusterView:
             self._read_at,
         ):
             table.clear()
-        self.controller, self.frozen = None, None
+        self.controller, self.frozen, self.rebalance = None, None, None
         self.revision = snapshot.revision
         for entry in snapshot.entries:
             self._put(entry.key, entry)
@@ -146,5 +149,9 @@ class ClusterView:
                 self.frozen = None
                 if entry is not None:
                     self.frozen = decode_frozen(entry.value, key)
+            elif key == keys.rebalance:
+                self.rebalance = None
+                if entry is not None:
+                    self.rebalance = decode_rebalance(entry.value, key)
         except CorruptionError as error:
             self.unreadable[key] = error.sentence

@@ -32,6 +32,8 @@ CHANCE_MAX: Final = 1 << 20
 _ROOM_SHIFT: Final = 12
 """And from no more than this part of the numbers that are left: however often a broker starts, there are always more."""
 EPOCH_MAX: Final = (1 << 32) - 1
+EVERYTHING: Final = 1 << 63
+"""Above every offset: where nobody says which epochs something was said of, as of an earlier release, it is taken as it is."""
 
 
 def next_epoch(current: int, now_ms: int, chance: Random) -> int:

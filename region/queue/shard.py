@@ -50,6 +50,7 @@ from region.queue.state import (
     Run,
     Spent,
     Tracked,
+    preface,
 )
 from region.views.actor import ViewActor
 from region.views.dead_letter import (
@@ -64,6 +65,7 @@ from region.views.dead_letter import (
     entry_body,
 )
 from region.views.due import DueTimer
+from region.views.history import shared_end, told
 
 log = logging.getLogger("felix.region.queue")
 
@@ -204,21 +206,27 @@ class QueueShard:
 
     def replay(self, entry: bytes) -> None:
         if entry[:1] == _STATE:
-            self.state.apply(entry[1:], self._opened_ms)
+            self.state.apply(entry[1:], self._opened_ms, self._shared_end)
         elif entry[:1] == _DEAD:
-            move, landed = self.dead.apply(entry[1:])
+            move, landed = self.dead.apply(entry[1:], self.state.known_end)
             if move is not None and landed:
-                self.state.landed(move.offsets, self._opened_ms)
+                self.state.landed(move.held, self._opened_ms)
         else:
             raise CorruptionError(f"A queue's journal entry of {self._stream.name} is of no known kind.")
 
     def replayed(self) -> None:
         for move in self.dead.pending:
-            self.state.bury(move.offsets, self._opened_ms)
+            self.state.bury(move.held, self._opened_ms)
         self.state.head = self.state.floor
         self._end_seen = self.log.high_watermark
         for offset, token in self._reserved.items():
             self.state.reserve([(offset, 1, token)])
+
+    def _shared_end(self, epochs: list[int]) -> int:
+        return shared_end(self.log, epochs)
+
+    def preface(self) -> bytes:
+        return _STATE + preface(told(self.log))
 
     def entries(self) -> Iterable[bytes]:
         yield from (_STATE + entry for entry in self.state.entries())
@@ -686,7 +694,7 @@ class QueueShard:
     async def trim(self) -> None:
         """Let the log go below what is done, where that is worth it. Raises what trimming a log raises."""
         shard = self.log
-        floor = min([self.state.floor, *(offset for move in self.dead.pending for offset in move.offsets)])
+        floor = min([self.state.floor, *(offset for move in self.dead.pending for offset in move.held)])
         span = shard.high_watermark - shard.log_start_offset
         if self.log.settings.retention.acked:
             return  # subscriptions decide what goes
@@ -702,12 +710,12 @@ class QueueShard:
 
     def _landed(self, move: Move) -> None:
         # The move's own entry says that these are done, at replay.
-        self.state.landed(move.offsets, self.now_ms)
+        self.state.landed(move.held, self.now_ms)
         self._over(move, landed=True)
         self._changed()
 
     def _given_up(self, move: Move) -> None:
-        self.state.unbury(move.offsets, self.now_ms)
+        self.state.unbury(move.held, self.now_ms)
         self._over(move, landed=False)
         self._changed()
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import count
 from typing import Final, NamedTuple
@@ -36,6 +36,7 @@ import msgspec
 from felix.errors import CorruptionError
 from felix.ranges import RangeSet
 from felix.settings import QueueSettings
+from region.log.epochs import EVERYTHING
 
 READY_MAX: Final = 4_096
 """Read ahead of the workers: enough for many of them with long prefetches, a few ms of work to take up."""
@@ -94,6 +95,16 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     kind: int
     runs: list[int]
     at_ms: int = 0
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    """The same, as it is read: with `epochs` (region.views.history) it changes nothing itself, and says of which records the entries behind it speak. An
+    earlier release passes them by."""
+
+    kind: int
+    runs: list[int]
+    at_ms: int = 0
+    epochs: list[int] = []
 
 
 class Spent(NamedTuple):
@@ -158,7 +169,17 @@ def triples(runs: Sequence[int]) -> Iterator[Run]:
 _encoder: Final = msgspec.msgpack.Encoder()
 NOTHING: Final = _encoder.encode(Entry(Kind.DONE, []))
 """An entry that changes nothing: durable once all before it are."""
-_decoder: Final = msgspec.msgpack.Decoder(Entry)
+_decoder: Final = msgspec.msgpack.Decoder(Told)
+
+
+def preface(epochs: list[int]) -> bytes:
+    """An entry that says of which records those behind it speak."""
+    return _encoder.encode(Told(Kind.DONE, [], 0, epochs))
+
+
+def clipped(runs: Iterable[Run], end: int) -> list[Run]:
+    """What of the runs is below `end`."""
+    return [(first, min(count, end - first), token) for first, count, token in runs if first < end]
 
 
 class QueueState:
@@ -167,6 +188,8 @@ class QueueState:
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
         self.done = RangeSet()
+        self.known_end = EVERYTHING
+        """At replay: the next entries name records that are no more from here on."""
         self.head = 0
         """The next offset to pass to `take_up`."""
         self.tracked: dict[int, Tracked] = {}
@@ -537,20 +560,26 @@ class QueueState:
 
     # -- the journal -----------------------------------------------------------------------------------
 
-    def apply(self, data: bytes, now_ms: int) -> None:
-        """Take in an entry at replay; nothing has been taken up yet. Raises CorruptionError."""
+    def apply(
+        self, data: bytes, now_ms: int, shared_end: Callable[[list[int]], int] = lambda epochs: EVERYTHING
+    ) -> None:
+        """Take in an entry at replay; nothing has been taken up yet. `shared_end`: up to where the records are those that these epochs had. Raises
+        CorruptionError."""
         try:
             entry = _decoder.decode(data)
-            kind, runs = Kind(entry.kind), list(triples(entry.runs))
+            if entry.epochs:
+                self.known_end = shared_end(entry.epochs)
+            kind, end = Kind(entry.kind), self.known_end
+            runs = clipped(triples(entry.runs), end)
         except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
             raise CorruptionError(f"A queue's journal entry cannot be read: {error}.") from error
         if kind is Kind.FLOOR:
-            self.done.add(0, entry.at_ms)
+            self.done.add(0, min(entry.at_ms, end))
             for first, number, _ in runs:
                 self.done.add(first, first + number)
         elif kind is Kind.PURGED:
-            for _, end, _ in runs:
-                self._purge(end)
+            for first, count, _ in runs:
+                self._purge(first + count)
         else:
             for first, number, token in runs:
                 for offset in range(first, first + number):

@@ -45,9 +45,11 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The subscription was deleted."""
+    """The subscription was deleted. With `epochs` (region.views.history) and no subscription: of which records the entries behind it speak. An earlier
+    release takes that for a deletion of none."""
 
     subscription: bytes
+    epochs: list[int] = []
 
 
 class Letter(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -74,6 +76,11 @@ def decode(data: bytes) -> Entry:
     except msgspec.MsgspecError as error:
         raise CorruptionError(f"An entry of a journal of subscriptions is none: {error}.") from error
     return entry
+
+
+def clipped(ranges: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """What of the ranges is below `end`."""
+    return [(first, min(following, end)) for first, following in ranges if first < end]
 
 
 def pack(ranges: Iterable[tuple[int, int]]) -> list[int]:

@@ -28,7 +28,17 @@ from typing import Final, NamedTuple
 from felix.errors import Code, RequestError
 from felix.ranges import RangeSet
 from felix.settings import SubscriptionSettings
-from region.subscriptions.entries import RANGES_MAX, Entry, Failed, Moved, Settled, pack, unpack
+from region.log.epochs import EVERYTHING
+from region.subscriptions.entries import (
+    RANGES_MAX,
+    Entry,
+    Failed,
+    Moved,
+    Settled,
+    clipped,
+    pack,
+    unpack,
+)
 
 GRAINS: Final = 16
 """Deadlines and due times that are closer than this part of their delay are treated as one, so that they stay few."""
@@ -442,15 +452,17 @@ class Progress:
 
     # -- the journal -----------------------------------------------------------------------------------
 
-    def replay(self, entry: Entry) -> None:
-        """Apply one entry of an earlier life."""
+    def replay(self, entry: Entry, end: int = EVERYTHING) -> None:
+        """Apply one entry of an earlier life, as far as it speaks of offsets below `end`: what stood from there on is no more."""
         match entry:
             case Moved(offset=offset):
-                self._move(offset)
+                self._move(min(offset, end))
             case Settled(distances=distances):
-                self._settle(unpack(distances))
+                self._settle(clipped(unpack(distances), end))
             case Failed():
-                self._wait(unpack(entry.distances), _Kind(entry.due_ms, entry.attempts, entry.reason))
+                self._wait(
+                    clipped(unpack(entry.distances), end), _Kind(entry.due_ms, entry.attempts, entry.reason)
+                )
             case _:
                 raise AssertionError(entry)
         self.cursor = self.committed

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Final
 
 from felix.errors import Code, FelixError, UnavailableError
@@ -19,6 +20,7 @@ from region.broker import Broker
 from region.gather import Done
 from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
+from region.log.epochs import EVERYTHING
 from region.log.shard import ShardLog
 from region.metadata.records import Subscription
 from region.subscriptions.entries import Dropped, Entry, Letter, decode, encode
@@ -26,6 +28,7 @@ from region.subscriptions.progress import Dying, Progress
 from region.subscriptions.reservations import Reservations
 from region.views.actor import ViewActor
 from region.views.dead_letter import DeadLetters, Move, Origin
+from region.views.history import shared_end, told
 
 log = logging.getLogger("felix.region.subscriptions")
 
@@ -62,11 +65,19 @@ class SubscriptionStore:
         self._durable: dict[bytes, int] = {}
         """by subscription: the committed offset as the last write left it that is durable"""
         self._letters: dict[bytes, DeadLetters] = {}
+        self._known_end = EVERYTHING
+        """at replay: the next entries name records that are no more from here on"""
 
     @property
     def shard(self) -> ShardLog:
         """The log that the positions count in. Raises why it does not serve."""
         return self._stream.shard(self._number)
+
+    def _records(self) -> ShardLog | None:
+        """The same; None while it does not serve. Once it does, the journal is read again."""
+        with suppress(FelixError):
+            return self.shard
+        return None
 
     async def open(self) -> None:
         """Bring the state back. Raises what opening and reading a log raises; then it can be tried again with another store."""
@@ -97,23 +108,27 @@ class SubscriptionStore:
         # New objects: a write that is still to be refused belongs to the previous state.
         self._writes, self._durable = {}, {}
         self._letters.clear()
+        self._known_end = EVERYTHING
 
     def replay(self, data: bytes) -> None:
         entry = decode(data)
-        if isinstance(entry, Dropped):
+        if isinstance(entry, Dropped) and entry.epochs:
+            records = self._records()
+            self._known_end = EVERYTHING if records is None else shared_end(records, entry.epochs)
+        elif isinstance(entry, Dropped):
             self._forget(entry.subscription)
         elif isinstance(entry, Letter):
             letters, progress = self._letters_of(entry.subscription), self.progress(entry.subscription)
             if letters is None:
                 return
-            over, landed = letters.apply(entry.entry)
+            over, landed = letters.apply(entry.entry, self._known_end)
             if over is not None and landed:
-                progress.buried(over.offsets)
+                progress.buried(over.held)
             elif over is None:
                 for move in letters.pending:
-                    progress.doom(move.offsets)
+                    progress.doom(move.held)
         else:
-            self.progress(entry.subscription).replay(entry)
+            self.progress(entry.subscription).replay(entry, self._known_end)
 
     def replayed(self) -> None:
         definitions = self._definitions()
@@ -124,6 +139,10 @@ class SubscriptionStore:
             self._settled(subscription)
         for letters in self._letters.values():
             letters.start()
+
+    def preface(self) -> bytes | None:
+        records = self._records()
+        return None if records is None else encode(Dropped(b"", told(records)))
 
     def entries(self) -> Iterator[bytes]:
         for subscription, progress in self._held.items():
@@ -238,7 +257,7 @@ class SubscriptionStore:
             def landed(move: Move) -> None:
                 if subscription not in self._held:
                     return  # deleted meanwhile
-                self._held[subscription].buried(move.offsets)
+                self._held[subscription].buried(move.held)
                 self._settled(subscription)
                 self._landed(subscription, len(move.offsets))
 

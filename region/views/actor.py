@@ -8,7 +8,8 @@ Invariants:
 - nothing is decided while `refusal` says why; a refused entry is reported to its view (`lost`) before its waiting caller gets
   the error;
 - entries are answered in the order in which they were written; of several at once the last one answers for all;
-- `begin`, every `replay`, `replayed` come in this order, and nothing else of the view is called between them.
+- `begin`, every `replay`, `replayed` come in this order, and nothing else of the view is called between them;
+- before the first entry after a replay, and at the beginning of each snapshot, stands what `preface` gives.
 On the event loop.
 """
 
@@ -42,6 +43,9 @@ class View(Protocol):
     def replayed(self) -> None:
         """The state is whole."""
 
+    def preface(self) -> bytes | None:
+        """An entry that says of which records those behind it speak (region.views.history); None while those are not served."""
+
     def entries(self) -> Iterable[bytes]:
         """The whole state as entries."""
 
@@ -59,8 +63,9 @@ class ViewActor:
         """`name` begins a sentence about the view. `companion`: the journal's log, None where the stream is ephemeral. `again_s`: how
         long after a replay that failed it is tried again."""
         self.name = name
-        self.journal = Journal(companion, view.entries)
+        self.journal = Journal(companion, self._snapshot)
         self._view = view
+        self._prefaced = False
         self._again_s = again_s
         self._opened = False
         self._whole = False
@@ -76,6 +81,7 @@ class ViewActor:
         self._opened = self._serving = True
 
     async def _replay(self) -> None:
+        self._prefaced = False
         self._view.begin()
         async for entry in self.journal.replay():
             self._view.replay(entry)
@@ -136,7 +142,17 @@ class ViewActor:
             assert refusal is not None, "nothing is served while the journal is read again"
             done(refusal)
         else:
+            self._preface()
             self.journal.append(entry, noticed)
+
+    def _preface(self) -> None:
+        if not self._prefaced and (preface := self._view.preface()) is not None:
+            self._prefaced = True
+            self.journal.append(preface, ignore)
+
+    def _snapshot(self) -> Iterable[bytes]:
+        preface = self._view.preface()
+        return [*([] if preface is None else [preface]), *self._view.entries()]
 
     def write(self, entries: Sequence[bytes], done: Done) -> None:
         """Write some; `done` once all are durable, or why they are not. Without any it is called now."""
@@ -144,6 +160,7 @@ class ViewActor:
             done(None)
             return
         if self._reloading is None:
+            self._preface()
             # Appends of a journal are answered in order: with the last, all are durable.
             for entry in entries[:-1]:
                 self.journal.append(entry, ignore)

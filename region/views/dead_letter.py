@@ -50,6 +50,7 @@ from region.broker import Broker
 from region.gather import Done, Gather, awaited
 from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
+from region.log.epochs import EVERYTHING
 from region.log.errors import OffsetOutOfRangeError
 from region.log.producers import BATCHES_REMEMBERED
 from region.log.ring import Entry
@@ -129,6 +130,10 @@ class Origin(NamedTuple):
     retries: Retries
 
 
+GONE: Final = -1
+"""In place of the offset of a record that was lost while it was to be moved: it is moved without its contents, and nothing is done about it here."""
+
+
 class Move(msgspec.Struct, frozen=True, array_like=True):
     """Records that go to `shard` of `stream` (modulo its shards) under `sequence`.. of `epoch`; `back`: a redrive."""
 
@@ -140,6 +145,11 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
     attempts: list[int]
     reason: str
     back: bool = False
+
+    @property
+    def held(self) -> list[int]:
+        """The offsets of those that the log may hold still."""
+        return [offset for offset in self.offsets if offset != GONE]
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -236,8 +246,9 @@ class Outbox:
         found += (msgspec.msgpack.encode(_Entry(_MOVE, move)) for move in self.pending)
         return found
 
-    def take(self, entry: bytes) -> tuple[int, Move | None]:
-        """Take in an entry as it stands in the journal: what happened, and the move that is over thereby."""
+    def take(self, entry: bytes, end: int = EVERYTHING) -> tuple[int, Move | None]:
+        """Take in an entry as it stands in the journal: what happened, and the move that is over thereby. Records from `end` on are no more: they go on
+        as such, so that what follows them keeps its sequence."""
         try:
             if entry[:1] == _PARTITION_MARK:
                 partition = _partition_decoder.decode(entry[1:])
@@ -248,7 +259,11 @@ class Outbox:
             raise CorruptionError(f"A dead letter's journal entry cannot be read: {error}.") from error
         if found is None:
             raise CorruptionError("A dead letter's journal entry is empty.")
-        return found.kind, self.apply(found.kind, found.move)
+        move = found.move
+        if move is not None and any(offset >= end for offset in move.offsets):
+            offsets = [offset if offset < end else GONE for offset in move.offsets]
+            move = msgspec.structs.replace(move, offsets=offsets)
+        return found.kind, self.apply(found.kind, move)
 
 
 class DeadLetters:
@@ -368,10 +383,10 @@ class DeadLetters:
 
     # -- the journal -----------------------------------------------------------------------------------
 
-    def apply(self, entry: bytes) -> tuple[Move | None, bool]:
-        """An entry of the journal, at replay: the move that is over by it, if one is, and whether it landed. Raises
-        CorruptionError."""
-        kind, over = self._outbox.take(entry)
+    def apply(self, entry: bytes, end: int = EVERYTHING) -> tuple[Move | None, bool]:
+        """An entry of the journal, at replay: the move that is over by it, if one is, and whether it landed. What it says of offsets from `end` on is of
+        records that are no more. Raises CorruptionError."""
+        kind, over = self._outbox.take(entry, end)
         return over, kind == _LANDED
 
     def entries(self) -> list[bytes]:

@@ -18,6 +18,7 @@ import felix
 from felix.address import Address
 from policy.quantity import Duration
 from region.bootstrap import write_profile
+from region.cluster.transactions import Transaction
 from region.clustered import Clustered
 from region.config import ClusterBroker, ClusterConfig, MetadataConfig, RegionConfig, load_config
 from region.folder import RegionFolder
@@ -88,6 +89,16 @@ class ClusteredRegion:
                     for shard in range(hosted.shard_count)
                 )
             )
+
+    def lose_answers(self, name: str) -> None:
+        """What a running broker asks of the store for an operator is done, and not answered."""
+        mirror = self.clustered(name).member.mirror
+
+        async def commit(made: Transaction) -> None:
+            assert (await type(mirror).commit(mirror, made)) is not None
+            mirror.absorb(*await mirror.find(compare.key for compare in made.compares))
+
+        mirror.commit = commit  # type: ignore[method-assign]
 
     async def drain(self, name: str) -> None:
         """Place nothing more on a running broker."""

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from cluster.failing_syncs import TOLD_BY
 from cluster.history import History
@@ -43,10 +43,11 @@ from region_peer import client
 import felix
 from cli.process import read_state
 from cli.several import log_file
-from felix.errors import FelixError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.messages import ListStreams
 from region.folder import RegionFolder
 
+T = TypeVar("T")
 STREAM: Final = "acme/ops/orders"
 TOGETHER: Final = ("acme/ops/together0", "acme/ops/together1")
 """Streams of transactions."""
@@ -716,6 +717,86 @@ async def a_sync_of_the_leader_fails_and_the_others_are_killed(play: Play) -> No
     await play.start_again(*(name for name in others if play.brokers[name].process is None))
 
 
+async def _asked(ask: Callable[[], Awaitable[T]], codes: Sequence[Code] = ()) -> T:
+    """What an operator is answered, who asks again where a broker is away, or for these reasons."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                return await ask()
+            except UnavailableError:
+                pass
+            except RequestError as error:
+                if error.code not in codes:
+                    raise
+            await asyncio.sleep(0.2)
+
+
+async def _something_else(play: Play, name: str) -> None:
+    """What may happen to a broker while an operator's word is carried out."""
+    await asyncio.sleep(play.random.random())
+    machine = play.brokers[name]
+    match play.random.choice(("killed", "stands still", "fails", "power")):
+        case "killed":
+            machine.kill()
+            await play.start_again(name)
+        case "stands still":
+            machine.signal(signal.SIGSTOP)
+            await _lease()
+            machine.signal(signal.SIGCONT)
+        case "fails":
+            play.failing(name).write_text("")
+            await asyncio.sleep(REOPENED_S * play.random.random())
+        case _:
+            await asyncio.to_thread(cut_power, [machine])
+            await play.start_again(name)
+
+
+async def a_broker_is_drained_beside_faults(play: Play) -> None:
+    """Of itself, and of another one; then it may have copies again."""
+    drained, other, _ = play.random.sample(BROKERS, 3)
+    await _asked(lambda: play.region.drain_broker(drained))
+    for name in play.random.sample([drained, other], 2):
+        await _something_else(play, name)
+    if play.random.random() < 0.5:
+        await play.load.goes_on(GOES_ON)
+    await _asked(lambda: play.region.drain_broker(drained, drain=False))
+
+
+async def leaders_are_evened_out_and_the_controller_is_killed(play: Play) -> None:
+    """The word goes on with the next one, and ends."""
+    leader, _ = await play.led()
+    play.brokers[leader].kill()
+    await play.start_again(leader)
+    await play.in_sync()
+    await _asked(play.region.rebalance)
+    state = await _asked(play.region.describe)
+    controller = next((each.broker for each in state.brokers if each.is_controller), leader)
+    await asyncio.sleep(0.2 * play.random.random())
+    play.brokers[controller].kill()
+    await play.start_again(controller)
+
+    async def left() -> int:
+        moves = await _asked(lambda: play.region.rebalance(dry_run=True))
+        return max(moves.total, moves.under_way)
+
+    async with asyncio.timeout(WAIT_S):
+        while await left():  # noqa: ASYNC110 - no event is set for it
+            await asyncio.sleep(0.2)
+
+
+async def keys_are_rotated_beside_faults(play: Play) -> None:
+    """Data keys, of all and of a stream, and the root, which takes all brokers."""
+    _, others = await play.led()
+    going = asyncio.ensure_future(_something_else(play, play.random.choice(BROKERS)))
+    await _asked(lambda: play.region.rotate_keys("data"))
+    await _asked(lambda: play.region.rotate_keys("data", STREAM))
+    await _asked(lambda: play.region.rotate_keys("root"), (Code.CONFLICT,))
+    await going
+    await _something_else(play, play.random.choice(others))
+    said = await _asked(lambda: play.region.rotate_keys("root"), (Code.CONFLICT,))
+    print(f"rotated: {said}")
+
+
 FAULTS: Final[dict[str, Fault]] = {
     fault.__name__: fault
     for fault in (
@@ -729,6 +810,7 @@ FAULTS: Final[dict[str, Fault]] = {
         the_leaders_disk_hangs, a_followers_disk_hangs, the_queues_leaders_disk_hangs_and_it_loses_power, all_disks_hang,
         a_sync_of_the_leader_fails, a_sync_fails, a_sync_of_each_broker_fails,
         a_sync_of_the_leader_fails_and_it_stands_still, a_sync_of_the_leader_fails_and_the_others_are_killed,
+        a_broker_is_drained_beside_faults, leaders_are_evened_out_and_the_controller_is_killed, keys_are_rotated_beside_faults,
     )
 }  # fmt: skip
 

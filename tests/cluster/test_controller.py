@@ -17,12 +17,12 @@ from slow_runs import only_slow
 
 from region import reconciliation
 from region.cluster import controller, membership, registration, transactions
-from region.cluster.controller import TICK_MS, EndTold, Leased, LeaseLost, Rebalance, StreamWish, Tick, Wanted
+from region.cluster.controller import TICK_MS, EndTold, Leased, LeaseLost, StreamWish, Tick, Wanted
 from region.cluster.election import LogEnd
 from region.cluster.placement import Planning
 from region.cluster.records import ShardId, encode
 from region.cluster.registration import FolderRecord
-from region.metadata.transaction import Delete, Put
+from region.metadata.transaction import Delete, ModRevision, Put
 
 WISH = StreamWish(STREAM, "acme/payments/orders", shards=1, replicas=3, min=2, spread=True)
 
@@ -69,6 +69,10 @@ class Region(Stage):
         for host in self.hosts.values():
             host.step(Wanted(wishes, deleted or {}))
 
+    def rebalance(self) -> None:
+        """An operator's word."""
+        assert self.do(transactions.rebalance(self.view(), "operator"))
+
     def leaders(self) -> list[str]:
         return [record.leader for _, record in sorted(self.view().shards.items())]
 
@@ -105,7 +109,8 @@ def test_a_plan_takes_as_many_steps_as_it_needs_and_is_kept_while_it_is_carried_
     assert not made, "new shards are placed without a plan for all"
     region.start("e")
     region.pass_ms(100)
-    region.hosts["b"].step(Rebalance())
+    region.rebalance()
+    region.until(lambda: core.wants_step)
     steps = 0
     while core.wants_step:
         region.hosts["b"].step(Tick())
@@ -483,11 +488,10 @@ def test_what_has_nowhere_to_go_stays_and_a_rebalancing_ends_all_the_same() -> N
     region.until(lambda: len(region.view().shards) == 1)
     assert region.do(registration.drain(region.view(), "a", on=True))
     before = region.record()
-    core = region.hosts["b"].core
-    region.hosts["b"].step(Rebalance())
+    region.rebalance()
     region.pass_ms(1_000)
     assert region.record() == before and {*before.replicas} == {*"ab"}
-    assert not core._rebalances, "what cannot be moved is not waited for"
+    assert region.view().rebalance is None, "what cannot be moved is not waited for"
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -512,6 +516,19 @@ def test_a_leader_that_leaves_goes_once_all_shards_that_it_is_to_lead_have_their
         len({record.leader for record in records}) == 1 and len({record.replicas for record in records}) == 1
     )
     assert all(len(record.replicas) == copies and leader not in record.replicas for record in records)
+
+
+def test_a_leader_leaves_also_where_its_shards_were_moved_apart() -> None:
+    """As by a drain that was ended half way."""
+    region = Region("abcde", controllers="d")
+    region.place("abc", number=0, leader="a", replicas=("a", "b", "c"))
+    region.place("bce", number=1, leader="b", replicas=("b", "c", "e"))
+    region.wants(dataclasses.replace(changed_wish(shards=2, replicas=3), spread=False))
+    assert region.do(registration.drain(region.view(), "a", on=True))
+    carry_out(region, 100)
+    records = region.view().shards.values()
+    assert not any("a" in record.replicas or record.target for record in records)
+    assert len({record.leader for record in records}) == 1
 
 
 def test_handing_over_shard_by_shard_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,7 +575,7 @@ def test_a_rebalance_moves_streams_of_several_shards_as_one() -> None:
     region.files["d"] = FolderRecord(folder="dd" * 16)
     region.start("d")
     region.pass_ms(500)
-    region.hosts["a"].step(Rebalance())
+    region.rebalance()
     carry_out(region, 120)
     records = region.view().shards
     for wish in wishes:
@@ -591,7 +608,7 @@ def test_what_nobody_leads_is_not_moved_and_holds_up_nothing(monkeypatch: pytest
     region.start("d")
     region.pass_ms(500)
     host = region.hosts["a"]
-    host.step(Rebalance())
+    region.rebalance()
     carry_out(region, 120)
     records = region.view().shards
     assert {shard for shard, record in records.items() if not record.leader} == lost
@@ -606,7 +623,7 @@ def test_what_nobody_leads_is_not_moved_and_holds_up_nothing(monkeypatch: pytest
     region.start("c")
     region.pass_ms(2 * LEASE_MS)
     assert all(region.view().shards[shard].leader == "c" for shard in lost)
-    host.step(Rebalance())
+    region.rebalance()
     carry_out(region, 120)
     led = Counter(record.leader for record in region.view().shards.values())
     assert set(led.values()) == {6}
@@ -629,8 +646,7 @@ def test_what_stays_is_not_moved_off_a_drained_broker_and_holds_up_nothing() -> 
     after = region.view().shards
     assert all(after[shard].replicas == place and not after[shard].target for shard, place in before.items())
     assert not any("a" in record.replicas for shard, record in after.items() if shard.incarnation == STREAM)
-    for host in region.hosts.values():
-        host.step(Rebalance())
+    region.rebalance()
     carry_out(region, 40)
     assert all(region.view().shards[shard].replicas == place for shard, place in before.items())
 
@@ -690,7 +706,7 @@ def test_a_rebalance_gives_a_new_broker_its_share_and_each_its_leaders() -> None
     assert before == {shard: record.replicas for shard, record in region.view().shards.items()}, (
         "not by itself"
     )
-    region.hosts["a"].step(Rebalance())
+    region.rebalance()
     carry_out(region, 20)
     after = region.view().shards
     assert sum(before[shard] != after[shard].replicas for shard in after) == 3
@@ -707,13 +723,118 @@ def test_a_rebalance_spreads_leaders_that_elections_gathered_and_copies_nothing(
     region.wants(dataclasses.replace(WISH, shards=9))
     region.pass_ms(500)
     assert region.leaders() == ["a"] * 9, "not by itself"
-    region.hosts["a"].step(Rebalance())
+    region.rebalance()
     for _ in range(20):
         region.pass_ms(50)
         records = region.view().shards.values()
         assert all(set(record.target) <= {*"abc"} == set(record.replicas) for record in records)
         arrive(region)
     assert Counter(region.leaders()) == {"a": 3, "b": 3, "c": 3}
+
+
+def test_a_rebalance_goes_on_with_the_next_controller_and_ends_with_it() -> None:
+    region = Region("abcd", controllers="abc")
+    region.die("d")
+    region.pass_ms(300)
+    region.wants(changed_wish(shards=12, replicas=2))
+    region.until(lambda: len(region.view().shards) == 12)
+    region.start("d")
+    region.rebalance()
+    region.until(lambda: any(record.target for record in region.view().shards.values()))
+    first = region.view().controller
+    assert first is not None
+    region.hosts.pop(first.broker).die()
+    region.die(first.broker)
+    carry_out(region, 200)
+    region.start(first.broker)
+    carry_out(region, 200)
+    second = region.view().controller
+    assert second is not None and second.broker != first.broker
+    assert Counter(
+        broker for record in region.view().shards.values() for broker in record.replicas
+    ) == dict.fromkeys("abcd", 6)
+    assert region.view().rebalance is None
+    # Nobody moves anything that was not asked for, whoever becomes the controller.
+    before = {shard: record.replicas for shard, record in region.view().shards.items()}
+    region.die("d")
+    region.hosts[first.broker] = region.host(first.broker)
+    region.wants(changed_wish(shards=12, replicas=2))
+    region.hosts.pop(second.broker).die()
+    region.die(second.broker)
+    carry_out(region, 200)
+    assert before == {shard: record.replicas for shard, record in region.view().shards.items()}
+
+
+def test_a_word_to_rebalance_that_comes_while_one_ends_is_carried_out() -> None:
+    region = Region("abc", controllers="a")
+    region.wants(changed_wish(shards=4, replicas=1))
+    region.until(lambda: len(region.view().shards) == 4)
+    host = region.hosts["a"]
+    region.rebalance()
+    region.until(lambda: not host.core.rebalances and region.view().rebalance is not None)
+    region.rebalance()
+    later = region.view().revision_of(KEYS.rebalance)
+    region.until(lambda: region.view().rebalance is None)
+    ended = [each.transaction for each in host.sent if Delete(KEYS.rebalance) in each.transaction.writes]
+    assert ModRevision(KEYS.rebalance, later) in ended[-1].compares and len(ended) > 1
+
+
+def test_a_copy_is_made_elsewhere_where_its_broker_is_gone_and_others_are_not_held_up() -> None:
+    region = Region("abcde", controllers="a")
+    region.wants(changed_wish(shards=20, replicas=2))
+    region.until(lambda: len(region.view().shards) == 20)
+    assert region.do(registration.drain(region.view(), "b", on=True))
+    region.until(lambda: any(record.target for record in region.view().shards.values()))
+    new = [broker for record in region.view().shards.values() for broker in record.target[-1:]]
+    gone = next(broker for broker in new if broker != "a")
+    region.die(gone)
+    carry_out(region, 20)
+    assert any(gone in record.target for record in region.view().shards.values()), "it may be back soon"
+    region.pass_ms(controller.COPY_AWAITED_MS)
+    carry_out(region, 200)
+    records = region.view().shards.values()
+    left = [record for record in records if "b" in record.replicas]
+    assert all(gone in record.replicas and gone not in record.isr for record in left), "these wait for it"
+    assert left and all(gone in record.replicas for record in records if gone in record.target)
+    region.start(gone)
+    carry_out(region, 200)
+    assert not any("b" in {*record.replicas, *record.target} for record in region.view().shards.values())
+
+
+def test_a_move_that_cannot_end_is_replaced_also_where_a_new_copy_is_in_sync_already() -> None:
+    region = Region("abcde", controllers="a")
+    for number in range(1, 5):
+        region.place("bd", number=number, leader="b", replicas=("b", "d"), min=1)
+    moved = region.place("eb", leader="e", replicas=("c", "e"), target=("c", "b"), min=1)
+    region.wants(changed_wish(shards=5, replicas=2))
+    region.die("c")
+    assert region.do(registration.drain(region.view(), "c", on=True))
+    region.rebalance()
+    carry_out(region, 100)
+    record = region.record(moved)
+    assert not record.target and len(record.replicas) == 2 and "c" not in record.replicas
+    assert isinstance(registration.retire(region.view(), "c"), transactions.Transaction)
+    assert region.view().rebalance is None
+
+
+def test_a_copy_whose_broker_is_gone_is_given_up_where_no_other_may_have_it() -> None:
+    region = Region("abc", controllers="a")
+    region.die("c")
+    region.wants(changed_wish(shards=1, replicas=2))
+    region.until(lambda: len(region.view().shards) == 1)
+    (before,) = region.view().shards.values()
+    region.start("c")
+    region.wants(changed_wish(shards=1, replicas=3))
+    region.until(lambda: "c" in next(iter(region.view().shards.values())).target)
+    region.die("c")
+    region.pass_ms(controller.COPY_AWAITED_MS)
+    carry_out(region, 40)
+    (record,) = region.view().shards.values()
+    assert not record.target and {*record.replicas} == {*before.replicas} == {*"ab"}
+    region.start("c")
+    carry_out(region, 40)
+    (record,) = region.view().shards.values()
+    assert {*record.replicas} == {*"abc"} and not record.target
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -739,7 +860,7 @@ def test_a_rebalance_ends_whoever_leads_what_belongs_together(seed: int) -> None
         wishes.append(wish)
     region.wants(*wishes)
     region.pass_ms(300)
-    region.hosts["a"].step(Rebalance())
+    region.rebalance()
     carry_out(region, 30)
     settled = region.view().shards
     assert len({record.leader for record in list(settled.values())[:3]}) == 1

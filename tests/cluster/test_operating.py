@@ -288,6 +288,8 @@ async def test_a_broker_that_is_gone_for_good_is_retired_once_no_shard_names_it(
         async with asyncio.timeout(90):
             await region.clustered("b1").member.until(lambda: not copies(region, gone))
         await region.stop(gone)
+        # Also where nobody hears that it was done.
+        region.lose_answers("b1")
         await client.retire_broker(gone)
         assert gone not in {each.broker for each in (await client.describe()).brokers}
 

@@ -8,7 +8,7 @@ from cluster.samples import ELECTION, KEYS, SHARD, STREAM, node, shard_record, v
 from felix.settings import Durability
 from region.cluster.election import JournalEnd, LogEnd, Unopened
 from region.cluster.problems import Found, look, survey, vacancy
-from region.cluster.records import FrozenRecord, ShardId, ShardRecord
+from region.cluster.records import FrozenRecord, RebalanceRecord, ShardId, ShardRecord
 from region.cluster.view import ClusterView
 from region.log.companions import JournalKind
 from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
@@ -236,6 +236,13 @@ def test_a_broker_that_is_away_and_has_nothing_may_be_retired_at_once() -> None:
         told
         == "Broker d is not alive, and has no copies. Start it; if it is gone for good: `felix region retire d`."
     )
+
+
+def test_a_rebalancing_that_somebody_asked_for_is_a_remark_until_it_has_ended() -> None:
+    view = view_of(WHOLE, shards={0: shard_record(WHOLE)})
+    view.rebalance = RebalanceRecord("spiffe://us-east.acme/operator/kim")
+    problems, (remark,) = seen(view)
+    assert not problems and "as spiffe://us-east.acme/operator/kim asked" in remark
 
 
 def test_a_store_that_went_back_comes_before_what_follows_from_it() -> None:

@@ -16,6 +16,7 @@ from region_peer import payloads, take
 import felix
 from felix.errors import RequestError
 from region.cluster.records import ShardId, ShardRecord
+from region.log.companions import JournalKind
 from region.node import Node
 from region.replication import repairer
 
@@ -46,7 +47,7 @@ async def until_it(
 
 
 async def test_the_command_that_status_gives_keeps_what_the_copies_have_that_are_left(
-    region: ClusteredRegion,
+    region: ClusteredRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with region.client("b1") as client:
         await client.create_stream(STREAM, replicas=3, min_in_sync=1)
@@ -82,7 +83,10 @@ async def test_the_command_that_status_gives_keeps_what_the_copies_have_that_are
             await client.recover_shard(STREAM, 0, leader)
         with pytest.raises(RequestError, match="has no records and lacks 20 of them"):
             await client.recover_shard(STREAM, 0, leader, lost=others, powered_off=True)
+        # Also where nobody hears that it was done: once, and the log says who asked.
+        region.lose_answers(others[0])
         assert "with records to 19" in await client.recover_shard(STREAM, 0, found[1])
+        assert f"has shard 0 of {STREAM} led by broker {found[1]}" in caplog.text
         await region.in_sync(others[0], STREAM)
         assert await payloads(client, STREAM, 20) == [b"%d" % number for number in range(20)]
 
@@ -159,6 +163,62 @@ async def test_of_copies_with_the_same_records_the_one_with_the_longer_journal_i
         await client.recover_shard(STREAM, 0, longer)
         await region.in_sync(longer, STREAM)
         assert (await client.queue(STREAM).describe()).ready == 2, "what was acknowledged is so still"
+
+
+async def test_jobs_in_the_place_of_lost_ones_are_done_after_a_copy_was_recovered_whose_journal_goes_further(
+    region: ClusteredRegion,
+) -> None:
+    """As one that was being made has it: the journal is there long before the records are."""
+    async with region.client("b1") as client:
+        await client.create_queue(STREAM, replicas=3, min_in_sync=1)
+        await region.in_sync("b1", STREAM)
+    leader = record_of(region, "b1").leader
+    further, other = (name for name in region.names if name != leader)
+    journal = f"{JournalKind.QUEUE.number(0):05}"
+
+    def folder_of(name: str) -> Path:
+        data = region.folder.root / region.config.of_broker(name).data / "streams"
+        (found,) = data.glob(f"acme~ops~orders~*/{journal}")
+        return found
+
+    async def done(client: felix.RegionClient, count: int) -> list[bytes]:
+        found: list[bytes] = []
+        async with asyncio.timeout(60):
+            while len(found) < count:
+                for job in await client.queue(STREAM).lease(count - len(found), wait=1):
+                    found.append(bytes(job.payload))
+                    await job.ack()
+        return found
+
+    async with region.client(leader) as client:
+        for number in range(5):
+            await client.queue(STREAM).put(b"%d" % number)
+        await region.stop(further, other)
+        for number in range(5, 10):
+            await client.queue(STREAM).put(b"%d" % number)
+        assert len(await done(client, 10)) == 10
+    await region.stop(leader)
+    behind = folder_of(further)
+    shutil.rmtree(behind)
+    shutil.copytree(folder_of(leader), behind)
+    config = region.config.of_broker(leader)
+    shutil.rmtree(region.folder.root / config.data)
+    await region.start(further, other)
+    region.nodes[leader] = await Node.start(region.folder, config, replace_folder=True)
+    await until_it(region, further, lambda record: not record.leader and not record.members())
+    async with region.client(further) as client:
+        said = ""
+        async with asyncio.timeout(30):
+            while said.count("has records to 4") < 2:
+                await asyncio.sleep(0.1)
+                problems = (await client.describe()).alarms
+                said = next((each for each in problems if each.startswith(f"Nobody leads {STREAM}")), "")
+        assert f"--from {further} --accept-loss" in said
+        await client.recover_shard(STREAM, 0, further)
+        await region.in_sync(further, STREAM)
+        for number in range(100, 112):
+            await client.queue(STREAM).put(b"%d" % number)
+        assert await done(client, 12) == [b"%d" % number for number in range(100, 112)]
 
 
 def damage(region: ClusteredRegion, name: str, number: int, where: float) -> None:

@@ -626,6 +626,48 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
 
 
 @pytest.mark.etcd
+async def test_a_broker_that_has_copies_still_is_not_stopped_by_a_scale_that_does_not_wait(
+    tmp_path: Path,
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    folder = several(tmp_path, 3)
+    async with running(folder), client(folder) as operator:
+        # One copy each, on every broker.
+        names = [f"acme/ops/s{number}" for number in range(9)]
+        for name in names:
+            await operator.create_stream(name)
+            await operator.stream(name).publish(b"x")
+        said = await asyncio.to_thread(
+            felix_command, tmp_path, "region", "scale", "2", "--wait", "0s", code=4
+        )
+        assert "b3 is being drained, and has still" in " ".join(said.err.split())
+        config = load_config(folder.config)
+        assert config.cluster is not None and len(config.cluster.brokers) == 3
+        # Another operator ends it while it waits.
+        waiting = asyncio.ensure_future(
+            asyncio.to_thread(felix_command, tmp_path, "region", "drain", "b3", code=(0, 1))
+        )
+
+        async def is_drained() -> bool:
+            return (await operator.describe()).brokers[2].is_drained
+
+        await until(is_drained)
+        await operator.drain_broker("b3", drain=False)
+        ended = await waiting
+        assert "b3 is drained: no copies" in ended.out or "b3 may have copies again" in " ".join(
+            ended.err.split()
+        )
+        await operator.drain_broker("b3")
+        said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
+        assert "b3 is drained and may have no copies" in " ".join(said.err.split())
+        said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
+        assert "b3 is drained, stopped and retired" in said.out
+        for name in names:
+            assert await operator.stream(name).publish(b"y") == 1
+
+
+@pytest.mark.etcd
 @pytest.mark.fault
 async def test_the_regions_own_etcd_that_is_killed_is_started_again_and_status_says_so_until_it_answers(
     tmp_path: Path,

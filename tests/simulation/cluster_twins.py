@@ -31,6 +31,7 @@ from simulation.switching import missed, patched, switched_off
 
 from region import reconciliation
 from region.cluster import membership, registration, transactions
+from region.cluster.controller import ControllerCore
 from region.cluster.election import Brokers, LogEnd
 from region.cluster.records import ShardId, ShardRecord, YieldReason
 from region.cluster.transactions import Transaction
@@ -226,6 +227,12 @@ def anybody(record: ShardRecord, brokers: Brokers) -> list[str]:
 def in_any_term(view: ClusterView, term: int) -> Transaction:
     """Compares nothing of the controller's term."""
     return Transaction((), ())
+
+
+def forgotten_with_its_controller(self: ControllerCore) -> bool:
+    """A word to rebalance counts for whoever was the controller when it was given."""
+    view = self.view
+    return view.rebalance is not None and view.revision_of(view.keys.rebalance) > self.term
 
 
 def has_a_target(record: ShardRecord) -> bool:
@@ -430,12 +437,12 @@ TWINS: Final = (
     ),
     Twin(
         "F8, R4: what recovery kept is synced before it is told",
-        24,
+        1,
         patched(Replica, "__post_init__", open_as_durable),
     ),
     Twin(
         "L1: what rests on no commit needs a lease",
-        24,
+        14,
         patched(LeaderCore, "may_answer", answer_without_lease),
     ),
     Twin(
@@ -565,6 +572,11 @@ TWINS: Final = (
         None,
         patched(LeaderCore, "_hand_over", nothing),
         test_leader.test_a_move_ends_with_the_leader_giving_way,
+    ),
+    Twin(
+        "a rebalancing goes on with the next controller",
+        24,
+        patched(ControllerCore, "rebalances", property(forgotten_with_its_controller)),
     ),
     Twin(
         "a drained leader goes only where somebody else is alive and eligible",

@@ -24,6 +24,7 @@ from simulation.cluster_audit import AUDIT_STREAM, AuditHome
 from simulation.cluster_checks import OPERATOR, BrokenError, Checks
 from simulation.cluster_disaster import Disaster
 from simulation.cluster_offload import Offload
+from simulation.cluster_operator import WORDS, Operator, shards_of
 from simulation.cluster_producers import PRODUCERS, Producer
 from simulation.cluster_readers import Reader
 from simulation.cluster_transactions import LANES, Transactions
@@ -149,6 +150,8 @@ class Scene:
     """producers write as well, with several batches in flight under sequences"""
     reopened: bool = False
     """copies whose disks failed are opened again by their brokers, and not by a restart"""
+    operated: bool = False
+    """operators drain brokers, even out copies and change how many there are"""
 
 
 FAULTS: Final = {
@@ -179,6 +182,11 @@ NUMBERED: Final = 0.2
 """In so many of the rest there are producers with sequences, and a broker stands still for longer than its lease."""
 REOPENED: Final = 0.25
 """In so many seeds more syncs fail, and the copies are opened again in the same process."""
+OPERATED: Final = 0.15
+"""In so many of the rest operators give words beside faults."""
+OPERATED_SHARDS: Final = 3
+NOT_OPERATED: Final = frozenset({*APART, "recovered", "snapshot", "replace", "min", "move", "frozen"})
+"""What operators do otherwise, or what their words would be taken for."""
 WATCH_LATE_MS: Final = 1_000
 """How long a process that stood still may go on before its watch shows it what happened meanwhile."""
 EARLY_FAULTS: Final = {"stop": 5, "yield": 5, "move": 2, "slow": 3, "net": 3, "trim": 1, "link": 1, "late": 6}
@@ -258,6 +266,12 @@ def draw(seed: int) -> Scene:
         at, where = random.randrange(1_000, 5_000), random.randrange(brokers)
         lasts = random.randrange(3 * LEASE_MS // 2, 3 * LEASE_MS)
         faults.append(Fault(at, "frozen", where, where, lasts, random.getrandbits(16)))
+    operated = (
+        not (audited or transacted or offloaded or numbered)
+        and Random(f"operated {seed}").random() < OPERATED
+    )
+    if operated:
+        return draw_operated(seed, brokers, faults, minimum)
     random = Random(f"reopened {seed}")
     reopened = random.random() < REOPENED
     for _ in range(random.randint(1, 5) if reopened else 0):
@@ -281,6 +295,17 @@ def draw_early(seed: int, brokers: int, shards: int) -> Scene:
         at, lasts = random.randrange(700, FAULTS_MS), random.randrange(50, random.choice((300, 1_200, 3_000)))
         faults.append(Fault(at, what, where, other, lasts, random.getrandbits(16)))
     return Scene(brokers, shards, 1, tuple(sorted(faults)), answers_early=True)
+
+
+def draw_operated(seed: int, brokers: int, faults: list[Fault], minimum: int) -> Scene:
+    """A run with operators: the faults of any other, and words beside them."""
+    random = Random(f"operators {seed}")
+    brokers, reopened = max(brokers, random.choice((4, 4, 5))), random.random() < 0.5
+    found = [fault for fault in faults if fault.what not in NOT_OPERATED]
+    for what in random.choices(list(WORDS), list(WORDS.values()), k=random.randint(3, 8)):
+        at, where = random.randrange(700, FAULTS_MS), random.randrange(brokers)
+        found.append(Fault(at, what, where, where, random.randrange(50, 3_000), random.getrandbits(16)))
+    return Scene(brokers, OPERATED_SHARDS, minimum, tuple(sorted(found)), reopened=reopened, operated=True)
 
 
 @dataclass
@@ -377,7 +402,11 @@ class ClusterWorld:
             for index in range(self.scene.brokers)
         ]  # fmt: skip
         self.by_name = {machine.name: machine for machine in self.machines}
-        self.shards = [ShardId(f"{number + 1:032x}", 0) for number in range(self.scene.shards)]
+        self.shards = (
+            shards_of(self.scene.shards)
+            if self.scene.operated
+            else [ShardId(f"{number + 1:032x}", 0) for number in range(self.scene.shards)]
+        )
         self.calm = False
         self.is_reconciling = False
         """all brokers are stopped, and stay so"""
@@ -400,6 +429,7 @@ class ClusterWorld:
         self.transactions = Transactions(self, self.shards) if self.scene.transacted else None
         self.offload = Offload(self, self.shards[0]) if self.scene.offloaded else None
         self.operator = self.store.client(OPERATOR)
+        self.words = Operator(self) if self.scene.operated else None
         self._folders = self.scene.brokers
         self._late_ms: dict[int, int] = {}
         """by machine: what it is told arrives so much later"""
@@ -492,7 +522,7 @@ class ClusterWorld:
         for number, shard in enumerate(self.shards):
             order = tuple(names[(at + number) % len(names)] for at in range(min(3, len(names))))
             record = ShardRecord(
-                stream=AUDIT_STREAM if self.scene.audited and number == 0 else f"acme/test/orders{number}",
+                stream=AUDIT_STREAM if self.scene.audited and number == 0 else self._name(number),
                 epoch=1, election=f"{number + 1:016x}", leader=order[0], replicas=order, isr=dict.fromkeys(order, 1), min=self.scene.minimum,
             )  # fmt: skip
             key = self.keys.shard(shard)
@@ -510,6 +540,10 @@ class ClusterWorld:
                 self.later(900, producer.look)
             if self.transactions is not None:
                 self.transactions.begin()
+
+    def _name(self, number: int) -> str:
+        """Of the stream of the shard with this place among all."""
+        return f"acme/test/orders{number if self.words is None else sorted(self.words.wishes).index(self.shards[number].incarnation)}"
 
     def rest(self) -> None:
         """No more faults: everything is served again, and nothing that was promised is missing."""
@@ -604,13 +638,15 @@ class ClusterWorld:
         waiting = [client.name for client in self.clients if client.waits]
         if waiting:
             return f"clients {waiting} wait"
+        if self.words is not None and (why := self.words.why_not_well()):
+            return why
         return "" if self.transactions is None else self.transactions.why_not_well()
 
     # -- starting and ending ---------------------------------------------------------------------------
 
     def start(self, machine: Machine) -> None:
         """A process: it registers, opens its logs, and announces itself."""
-        if self.is_reconciling:
+        if self.is_reconciling or (self.words is not None and machine is self.words.gone):
             return
         machine.life += 1
         machine.up = True
@@ -767,6 +803,8 @@ class ClusterWorld:
             assert core is not None
             machine.view = core.view
             self.steer(machine, controller.Loaded(answer))
+            if self.words is not None:
+                self.words.tell(machine)
             self._hear_records(machine, self.shards)
             self._look_for_lease(machine)
             machine.watch = client.watch((self.keys.prefix,), answer.revision + 1, changed, lost)
@@ -1540,6 +1578,8 @@ class ClusterWorld:
             case "trim":
                 for shard in list(machine.cores):
                     self._trim(machine, shard)
+            case what if self.words is not None and what in WORDS:
+                self.words.asks(fault)
             case what:
                 raise AssertionError(what)
 

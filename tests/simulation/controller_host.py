@@ -14,7 +14,9 @@ from region.metadata.transaction import Change, Snapshot, TransactResult
 
 def watched(keys: ClusterKeys) -> tuple[str, ...]:
     """Everything that a `ClusterView` knows of."""
-    return (keys.nodes, keys.brokers, keys.pulses, keys.shards, keys.controller, keys.frozen, keys.alone)
+    return (
+        keys.nodes, keys.brokers, keys.pulses, keys.shards, keys.controller, keys.frozen, keys.rebalance, keys.alone,
+    )  # fmt: skip
 
 
 class ControllerHost:

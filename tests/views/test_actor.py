@@ -30,6 +30,9 @@ class Sum:
     def replayed(self) -> None:
         self.told.append(f"replayed {self.value}")
 
+    def preface(self) -> bytes:
+        return b"0"
+
     def entries(self) -> Iterator[bytes]:
         yield b"%d" % self.value
 
@@ -106,7 +109,10 @@ async def test_entries_are_answered_once_they_are_durable_and_the_last_answers_f
     assert not answers and actor.refusal() is None
     held.answer()
     add(view, actor, [], answers)
-    assert answers == [None, None] and held.kept == [b"1", b"2", b"3"]
+    assert answers == [None, None] and held.kept == [b"0", b"1", b"2", b"3"], "behind the preface"
+    add(view, actor, [4], answers)
+    held.answer()
+    assert held.kept[4:] == [b"4"], "which stands there once"
 
 
 async def test_after_a_refusal_nothing_is_decided_until_the_journal_was_read_again() -> None:
@@ -148,7 +154,7 @@ async def test_nothing_is_told_to_be_durable_between_the_moment_when_there_is_ro
     assert actor.refusal() is None and view.told[-1] == "resumed"
     add(view, actor, [9], answers)
     held.answer()
-    assert answers[2] is None and held.kept == [b"9"]
+    assert answers[2] is None and held.kept == [b"0", b"9"]
 
 
 async def test_a_journal_that_cannot_be_read_is_tried_until_it_can() -> None:

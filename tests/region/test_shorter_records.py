@@ -1,0 +1,102 @@
+"""A queue and a durable subscription whose journal outlived the end of their records: what is written in their place is new to them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ports import claim_port
+from region_home import running, us_east
+from region_peer import client
+
+import felix
+from felix.address import Address
+from region.folder import RegionFolder
+
+JOBS, ORDERS, READER = "acme/ops/jobs", "acme/ops/orders", "billing"
+
+
+@contextmanager
+def records_end_earlier(folder: RegionFolder, stream: str, copy: Path) -> Iterator[None]:
+    """What the stream's only shard gets within the block is lost at its end, and what the journals beside it got is not."""
+    (of_stream,) = (folder.root / "data" / "streams").glob(f"{stream.replace('/', '~')}~*")
+    shutil.copytree(of_stream / "00000", copy)
+    yield
+    shutil.rmtree(of_stream / "00000")
+    shutil.copytree(copy, of_stream / "00000")
+
+
+async def done(region: felix.RegionClient, count: int) -> list[bytes]:
+    """Jobs, each acknowledged."""
+    found: list[bytes] = []
+    async with asyncio.timeout(60):
+        while len(found) < count:
+            for job in await region.queue(JOBS).lease(count - len(found), wait=1):
+                found.append(bytes(job.payload))
+                await job.ack()
+    return found
+
+
+async def read(region: felix.RegionClient, count: int) -> list[bytes]:
+    """Records of the durable subscription, each acknowledged."""
+    found: list[bytes] = []
+    async with asyncio.timeout(60), region.stream(ORDERS).consumer(READER, start="earliest") as consumer:
+        while len(found) < count:
+            record = await anext(consumer)
+            found.append(bytes(record.payload))
+            assert await consumer.ack(record)
+    return found
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+async def test_jobs_in_the_place_of_lost_ones_are_done(tmp_path: Path, comes_late: bool) -> None:
+    """`comes_late`: by the time that somebody asks, the log is longer than it ever was."""
+    folder, listen = us_east(tmp_path / "home"), Address("127.0.0.1", claim_port())
+    async with running(folder, listen=listen), client(folder) as region:
+        await region.create_queue(JOBS)
+        for number in range(5):
+            await region.queue(JOBS).put(b"%d" % number)
+        assert await done(region, 3) == [b"0", b"1", b"2"]
+    with records_end_earlier(folder, JOBS, tmp_path / "copy"):
+        async with running(folder, listen=listen), client(folder) as region:
+            for number in range(5, 15):
+                await region.queue(JOBS).put(b"%d" % number)
+            assert await done(region, 10) == [b"%d" % number for number in range(3, 13)]
+    for first in (100, 200):
+        async with running(folder, listen=listen), client(folder) as region:
+            if not comes_late:
+                assert (await region.queue(JOBS).describe()).ready == 0
+            for number in range(first, first + 12):
+                await region.queue(JOBS).put(b"%d" % number)
+            assert await done(region, 12) == [b"%d" % number for number in range(first, first + 12)]
+            assert (await region.queue(JOBS).describe()).ready == 0
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+async def test_records_in_the_place_of_lost_ones_are_given_to_a_durable_subscription(
+    tmp_path: Path, comes_late: bool
+) -> None:
+    folder, listen = us_east(tmp_path / "home"), Address("127.0.0.1", claim_port())
+
+    async def publish(region: felix.RegionClient, *numbers: int) -> None:
+        for number in numbers:
+            await region.stream(ORDERS).publish(b"%d" % number)
+
+    async with running(folder, listen=listen), client(folder) as region:
+        await region.create_stream(ORDERS)
+        await publish(region, *range(5))
+        assert await read(region, 3) == [b"0", b"1", b"2"]
+    with records_end_earlier(folder, ORDERS, tmp_path / "copy"):
+        async with running(folder, listen=listen), client(folder) as region:
+            await publish(region, *range(5, 15))
+            assert await read(region, 10) == [b"%d" % number for number in range(3, 13)]
+    for first in (100, 200):
+        async with running(folder, listen=listen), client(folder) as region:
+            if not comes_late:
+                await region.stream(ORDERS).describe_subscription(READER)
+            await publish(region, *range(first, first + 12))
+            assert await read(region, 12) == [b"%d" % number for number in range(first, first + 12)]
