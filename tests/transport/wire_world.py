@@ -27,6 +27,7 @@ from random import Random
 from typing import Any, Final
 
 from transport.certificates import Authority
+from transport.wire import CALM, START_S, Network, SimulatedSocket, WireLoop, draw_faults, on_simulated_time
 
 from felix.errors import FelixError
 from felix.runtime.simulated import SimulatedLoop
@@ -52,253 +53,10 @@ HEAD: Final = struct.Struct(">IIH")
 """Of a message: its whole length, its number, its publisher."""
 WELCOME: Final = 0xFFFF
 """Instead of a publisher: the server's first word."""
-_START_S: Final = 1_000.0
 
 
 class StoodStillError(AssertionError):
     """Something that was sent did not arrive, though the connection is up and the network works."""
-
-
-# -- the network -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Faults:
-    """What may happen to datagrams of one direction, each by its chance, and while the fault lasts."""
-
-    lose: float = 0.0
-    repeat: float = 0.0
-    delay: float = 0.0
-    delay_s: float = 0.0
-    damage: float = 0.0
-    block: float = 0.0
-    """a send finds the socket's buffer full"""
-    block_s: float = 0.0
-    drop_run: float = 0.0
-    """a send fails with ENOBUFS: all of it is lost"""
-    buffer_bytes: int = 1 << 30
-    """what the receiver's socket holds"""
-    still_s: float = 0.0
-    """the receiver reads nothing for so long at a time"""
-
-
-CALM: Final = Faults()
-
-
-class SimulatedSocket(socket.socket):
-    """A UDP socket of the simulated network, as far as `felix.transport.udp` uses one. Readiness is level-triggered, as epoll's."""
-
-    def __init__(self, network: Network, address: Address, peer: Address | None = None) -> None:
-        self.network = network
-        self.address = address
-        self.peer = peer
-        self.number = len(network.sockets)
-        self.queue: deque[tuple[bytes, int, Address]] = deque()
-        self.queued_bytes = 0
-        self.blocked_until = 0.0
-        self.still_until = 0.0
-        self.reader: Callable[[], None] | None = None
-        self.writer: Callable[[], None] | None = None
-        self.gone = False
-        self._read_soon = self._write_soon = False
-        network.sockets.append(self)
-        network.by_address[address] = self
-
-    def __del__(self) -> None: ...
-
-    def fileno(self) -> int:
-        return self.number
-
-    def getsockname(self) -> Address:
-        return self.address
-
-    def getsockopt(self, *_: object) -> Any:
-        return 0
-
-    def close(self) -> None:
-        self.gone = True
-        self.network.by_address.pop(self.address, None)
-
-    # reading
-
-    def arrive(self, data: bytes, sender: Address, buffer_bytes: int) -> None:
-        if self.gone:
-            return
-        if self.queued_bytes + len(data) > buffer_bytes:
-            self.network.counts["overflowed"] += 1
-            return
-        self.queued_bytes += len(data)
-        if self.queue:
-            # Receive offload: datagrams of one sender and one size are one buffer; a shorter one ends it.
-            last, segment, of = self.queue[-1]
-            if (
-                of == sender
-                and len(last) % segment == 0
-                and len(data) <= segment
-                and len(last) + len(data) < 60_000
-            ):
-                self.queue[-1] = (last + data, segment, of)
-                self.look()
-                return
-        self.queue.append((data, len(data), sender))
-        self.look()
-
-    def stand_still(self, seconds: float) -> None:
-        now = self.network.loop.time()
-        if now + seconds > self.still_until:
-            self.still_until = now + seconds
-            self.network.loop.call_later(seconds, self.look)
-
-    def look(self) -> None:
-        if (
-            self.queue
-            and self.reader is not None
-            and not self._read_soon
-            and self.network.loop.time() >= self.still_until
-        ):
-            self._read_soon = True
-            self.network.loop.call_soon(self._read)
-
-    def _read(self) -> None:
-        self._read_soon = False
-        if self.reader is not None and self.queue and self.network.loop.time() >= self.still_until:
-            self.reader()
-        self.look()
-
-    def recvmsg_into(self, buffers: Any, *_: object) -> Any:
-        if not self.queue:
-            raise BlockingIOError(errno.EAGAIN, "nothing there")
-        data, segment, sender = self.queue.popleft()
-        self.queued_bytes -= len(data)
-        buffers[0][: len(data)] = data
-        control = [(17, 104, struct.pack("=i", segment))] if segment < len(data) else []
-        return len(data), control, 0, sender
-
-    # writing
-
-    def _send(self, datagrams: list[bytes], to: Address | None) -> int:
-        network, faults = self.network, self.network.faults_from(self)
-        now = network.loop.time()
-        if now < self.blocked_until:
-            raise BlockingIOError(errno.EAGAIN, "full")
-        if faults.block and network.random.random() < faults.block:
-            network.counts["blocked"] += 1
-            seconds = network.random.random() * faults.block_s
-            self.blocked_until = now + seconds
-            network.loop.call_later(seconds + 1e-6, self.look_writable)
-            raise BlockingIOError(errno.EAGAIN, "full")
-        if faults.drop_run and network.random.random() < faults.drop_run:
-            network.counts["not taken"] += len(datagrams)
-            raise OSError(errno.ENOBUFS, "no buffer space")
-        target = to or self.peer
-        assert target is not None
-        for datagram in datagrams:
-            network.carry(self, bytes(datagram), target, faults)
-        return sum(map(len, datagrams))
-
-    def look_writable(self) -> None:
-        if self.writer is not None and not self._write_soon and self.network.loop.time() >= self.blocked_until:
-            self._write_soon = True
-            self.network.loop.call_soon(self._write)
-
-    def _write(self) -> None:
-        self._write_soon = False
-        if self.writer is not None and self.network.loop.time() >= self.blocked_until:
-            self.writer()
-        self.look_writable()
-
-    def send(self, data: Any, *_: object) -> int:
-        return self._send([data], None)
-
-    def sendto(self, data: Any, *more: Any) -> int:
-        return self._send([data], more[-1])
-
-    def sendmsg(self, datagrams: Any, control: Any = (), *more: Any) -> int:
-        return self._send(list(datagrams), more[1] if len(more) > 1 else None)
-
-
-class WireLoop(SimulatedLoop):
-    """A simulated loop that watches simulated sockets. Each iteration takes a little time, as on a real machine; code that spins until a time comes gets there."""
-
-    def __init__(self, random: Random) -> None:
-        super().__init__(random)
-        self._now_s = _START_S
-        self.network = Network(self, random)
-        self.iteration_s = 20e-6
-
-    def _run_once(self) -> None:
-        super()._run_once()
-        self._now_s += self.iteration_s
-        self._iterations = 0
-
-    def _socket(self, fd: Any) -> SimulatedSocket:
-        return self.network.sockets[fd]
-
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
-        sock = self._socket(fd)
-        sock.reader = lambda: callback(*args)
-        sock.look()
-
-    def remove_reader(self, fd: Any) -> bool:
-        self._socket(fd).reader = None
-        return True
-
-    def add_writer(self, fd: Any, callback: Any, *args: Any) -> None:
-        sock = self._socket(fd)
-        sock.writer = lambda: callback(*args)
-        sock.look_writable()
-
-    def remove_writer(self, fd: Any) -> bool:
-        self._socket(fd).writer = None
-        return True
-
-
-class Network:
-    """Carries datagrams between sockets. Faults are set per end and direction, and hold until they are replaced."""
-
-    def __init__(self, loop: WireLoop, random: Random) -> None:
-        self.loop = loop
-        self.random = random
-        self.sockets: list[SimulatedSocket] = []
-        self.by_address: dict[Address, SimulatedSocket] = {}
-        self.to_server = CALM
-        self.to_clients = CALM
-        self.server: SimulatedSocket | None = None
-        self.latency_s = 30e-6
-        self.counts: Counter[str] = Counter()
-
-    def faults_from(self, sock: SimulatedSocket) -> Faults:
-        return self.to_clients if sock is self.server else self.to_server
-
-    def carry(self, sock: SimulatedSocket, data: bytes, to: Address, faults: Faults) -> None:
-        random, counts = self.random, self.counts
-        counts["sent"] += 1
-        if faults.lose and random.random() < faults.lose:
-            counts["lost"] += 1
-            return
-        if faults.damage and random.random() < faults.damage:
-            counts["damaged"] += 1
-            at = random.randrange(len(data))
-            data = data[:at] + bytes([data[at] ^ (1 << random.randrange(8))]) + data[at + 1 :]
-        times = 1
-        if faults.repeat and random.random() < faults.repeat:
-            counts["repeated"] += 1
-            times = 2
-        for _ in range(times):
-            delay = self.latency_s
-            if faults.delay and random.random() < faults.delay:
-                counts["delayed"] += 1
-                delay += random.random() * faults.delay_s
-            self.loop.call_later(delay, self._arrive, sock.address, data, to, faults)
-
-    def _arrive(self, sender: Address, data: bytes, to: Address, faults: Faults) -> None:
-        target = self.by_address.get(to)
-        if target is None:
-            return
-        if faults.still_s and self.loop.time() >= target.still_until and self.random.random() < 0.01:
-            self.counts["stood still"] += 1
-            target.stand_still(self.random.random() * faults.still_s)
-        target.arrive(data, sender, faults.buffer_bytes)
 
 
 # -- the traffic -----------------------------------------------------------------------------------------
@@ -489,51 +247,6 @@ def _authority() -> tuple[Authority, ServerTls]:
     return authority, authority.server(NAME, kind="ed25519")
 
 
-@contextmanager
-def on_simulated_time(loop: WireLoop) -> Iterator[None]:
-    """The transport's clocks are the loop's."""
-    held = driver._clock, driver_connection._clock, native.REAL
-
-    class _Clock:
-        monotonic = staticmethod(loop.time)
-
-    class _Runtime:
-        clock = _Clock
-
-    driver._clock = driver_connection._clock = loop.time
-    native.REAL = _Runtime  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        driver._clock, driver_connection._clock, native.REAL = held  # type: ignore[misc]
-
-
-def draw_faults(random: Random) -> Faults:
-    """Of one direction, for a while: a few kinds at a time, so that others do not hide what they do."""
-    faults = Faults()
-    for kind in random.sample(("lose", "burst", "repeat", "delay", "damage", "block", "drop", "overflow", "still"), random.choice((1, 1, 2, 3))):
-        match kind:
-            case "lose":
-                faults.lose = random.choice((0.01, 0.1, 0.3, 0.6))
-            case "burst":
-                faults.lose = 1.0
-            case "repeat":
-                faults.repeat = random.choice((0.05, 0.5))
-            case "delay":
-                faults.delay, faults.delay_s = random.choice((0.05, 0.5, 1.0)), random.choice((0.001, 0.02, 0.3))
-            case "damage":
-                faults.damage = 0.05
-            case "block":
-                faults.block, faults.block_s = random.choice((0.02, 0.3)), random.choice((0.0, 0.001, 0.05, 0.5))
-            case "drop":
-                faults.drop_run = random.choice((0.05, 0.3))
-            case "overflow":
-                faults.buffer_bytes = random.choice((4_000, 20_000, 100_000))
-            case "still":
-                faults.still_s = random.choice((0.005, 0.1, 1.5))
-    return faults
-
-
 @dataclass
 class Outcome:
     """What a run came to."""
@@ -591,7 +304,7 @@ class WireWorld:
         finally:
             asyncio.set_event_loop(None)
             loop.close()
-        return Outcome(self.seed, loop.time() - _START_S, self.counts + self.network.counts)
+        return Outcome(self.seed, loop.time() - START_S, self.counts + self.network.counts)
 
     def _make_clients(self) -> None:
         random = self.random
