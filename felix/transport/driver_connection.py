@@ -54,6 +54,9 @@ PACED_STEPS_MAX: Final = 4096
 PACED_STEP_S: Final = 0.002
 """A deadline further ahead than this is not the pacer's."""
 
+ENGINE_FAILED: Final = "the QUIC engine failed"
+"""Why a connection ended whose machine raised an error."""
+
 # Of this machine, since the sockets and the peers are.
 _clock = REAL.clock.monotonic
 
@@ -628,7 +631,15 @@ class DriverConnection:
 
     def _engine_failed(self, when: str) -> None:
         log.exception("the %s engine failed %s, with %s", self.engine_name, when, shown(self._peer_address))
-        self._machine_closed(MachineClosed(QUIC_INTERNAL, 0, "the QUIC engine failed"))
+        try:
+            # Else the peer waits for its own silence to tell: up to its idle timeout.
+            self._machine.close(QUIC_INTERNAL, 0, ENGINE_FAILED)
+            out, _ = self._machine.transmit(_clock())
+            if out and not self._udp.blocked:
+                self._send(out)
+        except Exception:
+            log.debug("the peer could not be told", exc_info=True)
+        self._machine_closed(MachineClosed(QUIC_INTERNAL, 0, ENGINE_FAILED))
         self._release()
 
     def _machine_closed(self, why: MachineClosed) -> None:

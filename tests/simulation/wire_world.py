@@ -8,18 +8,44 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from msgspec.structs import replace
+from simulation.clients import Orders
 from simulation.region_world import SERVER_NAME, RegionWorld
 from simulation.script import Script, Step
+from simulation.world import InvariantError
 from transport.certificates import Authority
 from transport.wire import CALM, WireEngine, WireHosts, WireLoop, draw_faults, on_simulated_time
 
-from felix.profile import Profile
+import felix
+from felix.errors import Code, FelixError, UnavailableError
 from felix.runtime.simulated import SimulatedLoop
 from felix.transport.driver import DriverEngine
 from felix.transport.port import ENGINE_NAMES, Engine, ServerTls, engine_named
+
+
+FAULT_S_MAX: Final = 8.0
+"""Of one fault here: long enough that connections are given up and made again, and far less than a publisher tries."""
+
+
+class PromptOrders(Orders):
+    """Faults are short here: whoever sends a batch is answered within the time that a publisher tries."""
+
+    async def _publish(self, stream: felix.Stream, number: int) -> None:
+        try:
+            offset = await stream.publish(b"%d" % number)
+        except UnavailableError as error:
+            if error.code is Code.TIMEOUT:
+                raise InvariantError(f"record {number}: {error.sentence}") from error
+            await super()._publish(stream, number)
+            return
+        except FelixError:
+            await super()._publish(stream, number)
+            return
+        self.world.note(f"published {number}: {offset}")
+        if number < self.records:
+            self.acknowledged[number] = offset
+            self.world.count("acknowledged")
 
 
 @cache
@@ -32,7 +58,9 @@ def _certified() -> tuple[bytes, ServerTls]:
 class WireRegionWorld(RegionWorld):
     """See the module. A seed draws the engine of each host."""
 
-    faults: ClassVar[tuple[str, ...]] = (*RegionWorld.faults, "wire", "wire", "wire", "wire", "wire", "wire")
+    faults: ClassVar[tuple[str, ...]] = ("kill", "part", "deaf", *("wire", "pause") * 4)
+    kinds = (PromptOrders, *RegionWorld.kinds[1:])
+    bad_disks = 0.0
     engines: ClassVar[tuple[str, ...]] = ENGINE_NAMES
 
     def __init__(self, seed: int, loop: SimulatedLoop, script: Script) -> None:
@@ -61,6 +89,13 @@ class WireRegionWorld(RegionWorld):
             await super().run()
 
     async def fault(self, step: Step) -> None:
+        step = step._replace(lasts_s=min(step.lasts_s, FAULT_S_MAX))
+        if step.what == "pause":
+            assert isinstance(self.loop, WireLoop)
+            process = "clients" if step.number & 1 else self.hosts[step.where].process
+            self.loop.pause(process, step.lasts_s * (1 if step.number & 2 else 8))
+            self.count("pauses")
+            return
         if step.what != "wire":
             await super().fault(step)
             return

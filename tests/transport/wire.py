@@ -14,10 +14,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import heappop
 from random import Random
 from typing import Any, Final
 
-from felix.runtime.simulated import SimulatedLoop
+from felix.runtime.simulated import SimulatedLoop, _process
 from felix.transport import driver, driver_connection, native
 from felix.transport.driver import DriverEngine, DriverListener
 from felix.transport.machine import Machinery
@@ -214,11 +215,38 @@ class WireLoop(SimulatedLoop):
         self._now_s = START_S
         self.network = Network(self, random)
         self.iteration_s = 20e-6
+        self._held: dict[str, list[Any]] = {}
+
+    def pause(self, process: str, seconds: float) -> None:
+        """A process stands still, as one that the machine has no processor for; what is due meanwhile it does when it goes on."""
+        if process in self._held:
+            return
+        self._held[process] = []
+        self.call_later(seconds, self._go_on, process, context=contextvars.Context())
+
+    def _go_on(self, process: str) -> None:
+        self._ready.extend(self._held.pop(process))
 
     def _run_once(self) -> None:
-        super()._run_once()
+        if self._held and self._ready:
+            self._hold_back()
+        if self._timers and not self._ready:
+            self._now_s = max(self._now_s, self._timers[0][0])
+        while self._timers and self._timers[0][0] <= self._now_s:
+            self._ready.append(heappop(self._timers)[2])
+        if self._held:
+            self._hold_back()
+        if self._ready or not self._timers:
+            super()._run_once()
         self._now_s += self.iteration_s
         self._iterations = 0
+
+    def _hold_back(self) -> None:
+        ready = list(self._ready)
+        self._ready.clear()
+        for handle in ready:
+            held = self._held.get(handle._context.get(_process, ""))
+            (self._ready if held is None else held).append(handle)
 
     def _socket(self, fd: Any) -> SimulatedSocket:
         return self.network.sockets[fd]

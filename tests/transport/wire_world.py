@@ -283,6 +283,8 @@ class WireWorld:
         self.seen: Counter[int] = Counter()
         self.server_ends: list[ServerEnd] = []
         self.clients: list[ClientEnd] = []
+        self.is_lossless = random.random() < 0.4
+        """a busy machine: the network loses nothing, and processes stand still now and then"""
         self.has_calm_start = random.random() < 0.8
         self.ends_at = 0.0
 
@@ -308,7 +310,7 @@ class WireWorld:
 
     def _make_clients(self) -> None:
         random = self.random
-        budget = random.choice((20_000, 200_000, 1_000_000))
+        budget = random.choice((5_000, 30_000, 30_000, 200_000))
         for number in range(random.choice((1, 1, 2, 3))):
             sizes: list[int] = []
             size = random.choice((40, 300, 5_000, 60_000))
@@ -325,14 +327,15 @@ class WireWorld:
         address: Address = (host, 4433)
         server_sock = network.server = SimulatedSocket(network, address)
         machinery = _machinery(self.server_engine)
-        listener = DriverListener(
-            loop=loop,
-            sock=server_sock,
-            machinery=machinery,
-            identity=machinery.read_identity(server_tls),
-            handlers={"felix/1": lambda: ServerEnd(self)},
-            limits=self.limits,
-        )
+        with loop.process("server"):
+            listener = DriverListener(
+                loop=loop,
+                sock=server_sock,
+                machinery=machinery,
+                identity=machinery.read_identity(server_tls),
+                handlers={"felix/1": lambda: ServerEnd(self)},
+                limits=self.limits,
+            )
         engine = DriverEngine(_machinery(self.client_engine))
         self._make_clients()
         faults_for_s = random.choice((0.2, 1.0, 3.0))
@@ -341,22 +344,16 @@ class WireWorld:
         self._plan_faults(calm_s, faults_for_s)
         self.ends_at = loop.time() + calm_s + faults_for_s
         tls = ClientTls(authority.pem, NAME)
-        dials = [
-            asyncio.ensure_future(
-                engine._connect(
-                    loop,
-                    SimulatedSocket(network, ("127.0.0.1" if self.is_local else "192.0.2.2", 5000 + each.number), address),
-                    address,
-                    address,
-                    tls,
-                    each,
-                    self.limits,
-                    "felix/1",
-                    10.0,
+        dials = []
+        for each in self.clients:
+            sock_address: Address = ("127.0.0.1" if self.is_local else "192.0.2.2", 5000 + each.number)
+            with loop.process(f"client {each.number}"):
+                sock = SimulatedSocket(network, sock_address, address)
+                dials.append(
+                    asyncio.ensure_future(
+                        engine._connect(loop, sock, address, address, tls, each, self.limits, "felix/1", 10.0)
+                    )
                 )
-            )
-            for each in self.clients
-        ]
         for dial, each in zip(dials, list(self.clients), strict=True):
             try:
                 await dial
@@ -376,11 +373,18 @@ class WireWorld:
             bursts = random.choice((1, 5, 50))
             count = -(-len(each.messages) // bursts)
             for _ in range(bursts):
-                self.loop.call_later(random.random() * for_s, each.add, count)
+                with self.loop.process(f"client {each.number}"):
+                    self.loop.call_later(random.random() * for_s, each.add, count)
 
     def _plan_faults(self, calm_s: float, for_s: float) -> None:
         """Phases of faults and of calm, the last one calm."""
         random, at = self.random, calm_s
+        if self.is_lossless:
+            processes = ["server", *(f"client {each.number}" for each in self.clients)]
+            while at < calm_s + for_s:
+                self.loop.call_later(at, self._pause, random.choice(processes), random.random() * random.choice((0.01, 0.1, 1.0, 4.0)))
+                at += random.choice((0.005, 0.05, 0.5))
+            return
         while at < calm_s + for_s:
             length = random.choice((0.005, 0.05, 0.3, 1.0))
             self.loop.call_later(at, self._set_faults, *(draw_faults(random) if random.random() < 0.6 else CALM for _ in range(2)))
@@ -389,6 +393,10 @@ class WireWorld:
                 self.loop.call_later(min(at, calm_s + for_s), self._set_faults, CALM, CALM)
                 at += random.choice((0.001, 0.02, 0.3))
         self.loop.call_later(calm_s + for_s, self._set_faults, CALM, CALM)
+
+    def _pause(self, process: str, seconds: float) -> None:
+        self.counts["paused"] += 1
+        self.loop.pause(process, seconds)
 
     def _set_faults(self, to_server: Faults, to_clients: Faults) -> None:
         self.network.to_server, self.network.to_clients = to_server, to_clients
