@@ -96,6 +96,7 @@ class DriverConnection:
         "_heard_at",
         "_leaf_sha256",
         "_liveness",
+        "_looks_at",
         "_loop",
         "_machine",
         "_outbox",
@@ -173,6 +174,7 @@ class DriverConnection:
         now = _clock()
         self._heard_at = now
         self._sent_at = now
+        self._looks_at = now
         self._liveness = None if tls is None else Liveness(limits.keepalive_ms / 1000)
         self._watch: asyncio.TimerHandle | None = loop.call_later(
             handshake_timeout, self._handshake_late, handshake_timeout
@@ -409,7 +411,7 @@ class DriverConnection:
         self.is_established = True
         self.protocol = alpn
         if self.is_client:
-            self._watch = self._loop.call_later(LIVENESS_TICK_S, self._check_liveness)
+            self._look_later(_clock())
         try:
             self._handler = self._owner.established(self)
             self._handler.connected(self)
@@ -564,7 +566,7 @@ class DriverConnection:
         if self.is_closed or self._liveness is None:
             return
         now = _clock()
-        verdict = self._liveness.look(now, self._heard_at, self._sent_at)
+        verdict = self._liveness.look(now, self._heard_at, self._sent_at, now - self._looks_at)
         if verdict is Verdict.GONE:
             self._end(
                 Code.DISCONNECTED,
@@ -574,6 +576,10 @@ class DriverConnection:
             return
         if verdict is Verdict.PING:
             self._ping(now)
+        self._look_later(now)
+
+    def _look_later(self, now: float) -> None:
+        self._looks_at = now + LIVENESS_TICK_S
         self._watch = self._loop.call_later(LIVENESS_TICK_S, self._check_liveness)
 
     def _stop_watch(self) -> None:
