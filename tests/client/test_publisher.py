@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import felix
 from felix import Code, NewRecord, RequestError, UnavailableError, link
+from felix import publisher as publisher_module
 from felix.batch import FLAG_ZSTD, Batch, decode_records
 from felix.frames import FrameType, encode_frame
 from felix.messages import Limits, OpenPublisher, Request
@@ -446,6 +448,23 @@ async def test_a_batch_that_is_never_answered_is_given_up_and_the_next_is_not(
         assert caught.value.code is Code.TIMEOUT
         assert await publisher.publish(b"next") == 0
     assert broker.streams[ORDERS].payloads() == [b"next"]
+
+
+async def test_a_batch_whose_time_ran_out_while_the_process_stood_still_is_sent_again(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "STOOD_STILL_S", 0.1)
+
+    def stand_still(session: BrokerSession, batch: Batch, correlation: int) -> bool:
+        broker.on_batch = None
+        session.drop()
+        time.sleep(0.4)
+        return True
+
+    async with region.stream(ORDERS).publisher(deadline_ms=50) as publisher:
+        broker.on_batch = stand_still
+        assert await publisher.publish(b"late") == 0
+    assert broker.streams[ORDERS].payloads() == [b"late"]
 
 
 async def test_a_stream_made_anew_takes_nothing_that_was_meant_for_the_old_one(
