@@ -58,7 +58,6 @@ from felix.publisher_core import (
     TimeCame,
 )
 
-
 STOOD_STILL_S: Final = 1.0
 """A timer that comes so much later than it was set for: the process, or the whole machine, stood still."""
 

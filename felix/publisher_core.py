@@ -872,7 +872,10 @@ class PublisherCore:
         return Ready(forget, given_up=given_up)
 
     def _too_late(self, pending: PendingBatch, event: TimeCame) -> UnavailableError:
-        why, throttled = "it was sent and not answered" if pending.sent_ever else "it could not be sent", event.throttled
+        why, throttled = (
+            "it was sent and not answered" if pending.sent_ever else "it could not be sent",
+            event.throttled,
+        )
         if throttled is not None:
             why += (
                 f", while {throttled.scope} {throttled.name} is at its {throttled.limit} of "

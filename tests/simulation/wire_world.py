@@ -23,7 +23,6 @@ from felix.runtime.simulated import SimulatedLoop
 from felix.transport.driver import DriverEngine
 from felix.transport.port import ENGINE_NAMES, Engine, ServerTls, engine_named
 
-
 FAULT_S_MAX: Final = 8.0
 """Of one fault here: long enough that connections are given up and made again, and far less than a publisher tries."""
 

@@ -40,7 +40,9 @@ def test_a_client_that_stood_still_does_not_hold_it_against_its_server() -> None
     liveness.pinged(11.0)
     assert liveness.look(31.0, heard_at=10.0, sent_at=11.0, late_s=19.0) is Verdict.WAIT
     assert liveness.look(32.0, heard_at=10.0, sent_at=11.0) is Verdict.WAIT
-    assert liveness.look(30.0 + UNANSWERED_S, heard_at=10.0, sent_at=11.0) is Verdict.GONE, "what is left counts"
+    assert liveness.look(30.0 + UNANSWERED_S, heard_at=10.0, sent_at=11.0) is Verdict.GONE, (
+        "what is left counts"
+    )
     liveness = Liveness(keepalive_s=0)
     liveness.pinged(11.0)
     assert liveness.look(31.0, heard_at=31.0, sent_at=11.0, late_s=19.0) is Verdict.WAIT

@@ -148,7 +148,11 @@ class SimulatedSocket(socket.socket):
 
     def _read(self) -> None:
         self._read_soon = False
-        if self.reader is not None and (self.queue or self.is_refused) and self.network.loop.time() >= self.still_until:
+        if (
+            self.reader is not None
+            and (self.queue or self.is_refused)
+            and self.network.loop.time() >= self.still_until
+        ):
             self.reader()
         self.look()
 
@@ -187,7 +191,11 @@ class SimulatedSocket(socket.socket):
         return sum(map(len, datagrams))
 
     def look_writable(self) -> None:
-        if self.writer is not None and not self._write_soon and self.network.loop.time() >= self.blocked_until:
+        if (
+            self.writer is not None
+            and not self._write_soon
+            and self.network.loop.time() >= self.blocked_until
+        ):
             self._write_soon = True
             self.network.loop.call_soon(self._write, context=self._context)
 
@@ -344,7 +352,10 @@ def on_simulated_time(loop: WireLoop) -> Iterator[None]:
 def draw_faults(random: Random) -> Faults:
     """Of one direction, for a while: a few kinds at a time, so that others do not hide what they do."""
     faults = Faults()
-    for kind in random.sample(("lose", "burst", "repeat", "delay", "damage", "block", "drop", "overflow", "still"), random.choice((1, 1, 2, 3))):
+    for kind in random.sample(
+        ("lose", "burst", "repeat", "delay", "damage", "block", "drop", "overflow", "still"),
+        random.choice((1, 1, 2, 3)),
+    ):
         match kind:
             case "lose":
                 faults.lose = random.choice((0.01, 0.1, 0.3, 0.6))
@@ -353,11 +364,17 @@ def draw_faults(random: Random) -> Faults:
             case "repeat":
                 faults.repeat = random.choice((0.05, 0.5))
             case "delay":
-                faults.delay, faults.delay_s = random.choice((0.05, 0.5, 1.0)), random.choice((0.001, 0.02, 0.3))
+                faults.delay, faults.delay_s = (
+                    random.choice((0.05, 0.5, 1.0)),
+                    random.choice((0.001, 0.02, 0.3)),
+                )
             case "damage":
                 faults.damage = 0.05
             case "block":
-                faults.block, faults.block_s = random.choice((0.02, 0.3)), random.choice((0.0, 0.001, 0.05, 0.5))
+                faults.block, faults.block_s = (
+                    random.choice((0.02, 0.3)),
+                    random.choice((0.0, 0.001, 0.05, 0.5)),
+                )
             case "drop":
                 faults.drop_run = random.choice((0.05, 0.3))
             case "overflow":
@@ -373,7 +390,9 @@ def draw_faults(random: Random) -> Faults:
 class WireEngine:
     """`felix.transport.port.Engine` of one host: a real QUIC library behind the driver, over simulated sockets."""
 
-    def __init__(self, hosts: WireHosts, host: str, machinery: Machinery, tls: ServerTls, authority_pem: bytes) -> None:
+    def __init__(
+        self, hosts: WireHosts, host: str, machinery: Machinery, tls: ServerTls, authority_pem: bytes
+    ) -> None:
         """`tls`: what its listeners show, whatever they are given; its clients trust `authority_pem` alone."""
         self._hosts, self._host = hosts, host
         self._machinery, self._tls, self._authority_pem = machinery, tls, authority_pem
@@ -448,7 +467,9 @@ class WireHosts:
     @path.setter
     def path(self, path: Path) -> None:
         self.between = (
-            Faults(lose=path.loss, delay=1.0 if path.jitter_s else 0.0, delay_s=path.jitter_s) if path != Path() else CALM
+            Faults(lose=path.loss, delay=1.0 if path.jitter_s else 0.0, delay_s=path.jitter_s)
+            if path != Path()
+            else CALM
         )
         self.network.latency_s = max(30e-6, path.delay_s)
 

@@ -1,7 +1,7 @@
 """A broker-like server and its clients over the real engines, driver and socket code, on simulated time and a network that fails.
 
 Everything of `felix.transport` runs as it is: the QUIC library, the driver, its timers, and `UdpSocket` with its batches. Only the kernel is a twin
-(`SimulatedSocket`), and the event loop's time (felix.runtime.simulated). A seed draws the engines, the windows, the traffic and the faults: loss, bursts of
+(transport.wire), and the event loop's time (felix.runtime.simulated). A seed draws the engines, the windows, the traffic and the faults: loss, bursts of
 loss, reordering, repeats, damage, receive buffers that overflow, sends that would block or are dropped by the kernel, ends that stand still.
 
 The rule: while a connection is up, everything that was sent arrives within `ARRIVES_S` after the last fault. A connection may end for a silence as long as the
@@ -14,34 +14,22 @@ the server; both sides keep to the backlog's high-water mark and wait for `drain
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
-import socket
+import logging
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 from typing import Any, Final
 
 from transport.certificates import Authority
-from transport.wire import CALM, START_S, Network, SimulatedSocket, WireLoop, draw_faults, on_simulated_time
+from transport.wire import CALM, START_S, Faults, SimulatedSocket, WireLoop, draw_faults, on_simulated_time
 
 from felix.errors import FelixError
-from felix.runtime.simulated import SimulatedLoop
-from felix.transport import driver, driver_connection, native
 from felix.transport.driver import DriverEngine, DriverListener
-from felix.transport.port import (
-    ENGINE_NAMES,
-    ClientTls,
-    Connection,
-    Handler,
-    ServerTls,
-    TransportLimits,
-    engine_named,
-)
+from felix.transport.port import ENGINE_NAMES, ClientTls, Connection, ServerTls, TransportLimits, engine_named
 from felix.transport.udp import Address
 
 NAME: Final = "b1.us-east.acme"
@@ -190,7 +178,9 @@ class ClientEnd:
             self.unanswered.add(number)
             self.on_stream += 1
             ends = self.on_stream >= self.per_stream
-            connection.send(self.stream, HEAD.pack(size, number, self.number) + bytes(size - HEAD.size), end=ends)
+            connection.send(
+                self.stream, HEAD.pack(size, number, self.number) + bytes(size - HEAD.size), end=ends
+            )
             if ends:
                 self.stream = -1
             if self.pause_s:
@@ -229,7 +219,9 @@ class ClientEnd:
 
     @property
     def is_done(self) -> bool:
-        return self.answered == len(self.messages) and (not self.subscribes or self.got == len(self.world.published))
+        return self.answered == len(self.messages) and (
+            not self.subscribes or self.got == len(self.world.published)
+        )
 
     def __str__(self) -> str:
         return (
@@ -297,7 +289,6 @@ class WireWorld:
 
     def play(self) -> Outcome:
         """Raises StoodStillError."""
-        # What refers to itself is collected when a run ends, not in the middle of the next one's.
         loop = self.loop
         asyncio.set_event_loop(loop)
         try:
@@ -382,12 +373,21 @@ class WireWorld:
         if self.is_lossless:
             processes = ["server", *(f"client {each.number}" for each in self.clients)]
             while at < calm_s + for_s:
-                self.loop.call_later(at, self._pause, random.choice(processes), random.random() * random.choice((0.01, 0.1, 1.0, 4.0)))
+                self.loop.call_later(
+                    at,
+                    self._pause,
+                    random.choice(processes),
+                    random.random() * random.choice((0.01, 0.1, 1.0, 4.0)),
+                )
                 at += random.choice((0.005, 0.05, 0.5))
             return
         while at < calm_s + for_s:
             length = random.choice((0.005, 0.05, 0.3, 1.0))
-            self.loop.call_later(at, self._set_faults, *(draw_faults(random) if random.random() < 0.6 else CALM for _ in range(2)))
+            self.loop.call_later(
+                at,
+                self._set_faults,
+                *(draw_faults(random) if random.random() < 0.6 else CALM for _ in range(2)),
+            )
             at += length
             if random.random() < 0.5:
                 self.loop.call_later(min(at, calm_s + for_s), self._set_faults, CALM, CALM)
@@ -424,7 +424,11 @@ class WireWorld:
             longest = loop.time() - max(changed_at, self.ends_at)
             self.counts["still_ms"] = max(self.counts["still_ms"], int(longest * 1000))
             if longest > ARRIVES_S:
-                raise StoodStillError("\n".join((f"{self}: nothing moved for {longest:.0f} s", *map(str, waiting), *self._explain())))
+                raise StoodStillError(
+                    "\n".join(
+                        (f"{self}: nothing moved for {longest:.0f} s", *map(str, waiting), *self._explain())
+                    )
+                )
             await asyncio.sleep(0.05)
 
     def _explain(self) -> list[str]:
@@ -473,6 +477,14 @@ def _machinery(name: str) -> Any:
 
 def play(seed: int, engines: tuple[str, str] | None = None) -> Outcome:
     """One run. Raises StoodStillError."""
-    with suppress(AttributeError):
-        gc.freeze()
-    return WireWorld(seed, engines).play()
+    # As `simulation.world.simulate`: lost connections are what is simulated, and only the run's own cycles are collected.
+    collects = gc.isenabled()
+    gc.disable()
+    before, logging.root.manager.disable = logging.root.manager.disable, logging.CRITICAL
+    try:
+        return WireWorld(seed, engines).play()
+    finally:
+        logging.root.manager.disable = before
+        if collects:
+            gc.collect(0)
+            gc.enable()
