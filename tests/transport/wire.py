@@ -256,10 +256,11 @@ class WireLoop(SimulatedLoop):
             held = self._held.get(handle._context.get(_process, ""))
             (self._ready if held is None else held).append(handle)
 
-    def _socket(self, fd: Any) -> SimulatedSocket:
-        return self.network.sockets[fd]
+    def _socket(self, fd: int) -> SimulatedSocket:
+        found: SimulatedSocket = self.network.sockets[fd]
+        return found
 
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]
         sock = self._socket(fd)
         sock.reader = lambda: callback(*args)
         sock.look()
@@ -268,7 +269,7 @@ class WireLoop(SimulatedLoop):
         self._socket(fd).reader = None
         return True
 
-    def add_writer(self, fd: Any, callback: Any, *args: Any) -> None:
+    def add_writer(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]
         sock = self._socket(fd)
         sock.writer = lambda: callback(*args)
         sock.look_writable()
@@ -333,7 +334,7 @@ class Network:
 @contextmanager
 def on_simulated_time(loop: WireLoop) -> Iterator[None]:
     """The transport's clocks are the loop's."""
-    held = driver._clock, driver_connection._clock, native.REAL
+    held = driver._clock, driver_connection._clock, vars(native)["REAL"]
 
     class _Clock:
         monotonic = staticmethod(loop.time)
@@ -342,11 +343,11 @@ def on_simulated_time(loop: WireLoop) -> Iterator[None]:
         clock = _Clock
 
     driver._clock = driver_connection._clock = loop.time
-    native.REAL = _Runtime  # type: ignore[assignment, misc]
+    vars(native)["REAL"] = _Runtime
     try:
         yield
     finally:
-        driver._clock, driver_connection._clock, native.REAL = held  # type: ignore[misc]
+        driver._clock, driver_connection._clock, vars(native)["REAL"] = held
 
 
 def draw_faults(random: Random) -> Faults:
