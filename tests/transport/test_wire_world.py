@@ -12,7 +12,7 @@ from transport.wire_world import StoodStillError, play
 from felix.transport.driver_connection import DriverConnection
 from felix.transport.port import ENGINE_NAMES
 
-SEEDS = count(3, 200)
+SEEDS = count(4, 200)
 PAIRS = [(client, server) for client in ENGINE_NAMES for server in ENGINE_NAMES]
 
 
