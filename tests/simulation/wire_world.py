@@ -10,7 +10,7 @@ from functools import cache
 from random import Random
 from typing import Any, ClassVar, Final
 
-from simulation.clients import Orders
+from simulation.clients import Balances, Invoices, Orders
 from simulation.region_world import SERVER_NAME, RegionWorld
 from simulation.script import Script, Step
 from simulation.world import InvariantError
@@ -58,7 +58,8 @@ class WireRegionWorld(RegionWorld):
     """See the module. A seed draws the engine of each host."""
 
     faults: ClassVar[tuple[str, ...]] = ("kill", "part", "deaf", *("wire", "pause") * 4)
-    kinds = (PromptOrders, *RegionWorld.kinds[1:])
+    kinds = (PromptOrders, Invoices, Balances)
+    """Without a durable cursor: what a consumer was sent that then stood still for longer than its time to acknowledge comes again, though it acknowledges as it goes on."""
     bad_disks = 0.0
     engines: ClassVar[tuple[str, ...]] = ENGINE_NAMES
 
