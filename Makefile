@@ -21,7 +21,7 @@ MINUTES ?= 20
 # How many random sequences of operations `make ordinary` plays, and from which seed on.
 SEQUENCES ?= 500
 SEED      ?= 1
-# How many seeds of one region, and of a cluster's cores, `make simulate` runs (of two regions a fiftieth, of a restored source a hundredth; or of WORLD alone), and from which on.
+# How many seeds of one region, and of a cluster's cores, `make simulate` runs (of two regions a fiftieth, of a restored source a hundredth, of the QUIC engines alone a tenth, of a region over them a twentieth; or of WORLD alone), and from which on.
 SEEDS     ?= 2000
 FIRST     ?= 0
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark. Four more than the cores of a small
@@ -93,7 +93,7 @@ ordinary: $(STAMP) ## SEQUENCES random sequences of what operators do, from SEED
 	@FELIX_ORDINARY_SEQUENCES=$(SEQUENCES) FELIX_ORDINARY_SEED=$(SEED) $(BIN)/python -m pytest -s --timeout 86400 tests/ordinary
 
 .PHONY: simulate
-simulate: $(STAMP) ## SEEDS runs of a region and of the cores of a cluster, and some of two regions with their bridge, on simulated time, disks and network, from FIRST on, on all processors; WORLD=cluster, region, mesh, restored, doubt or transfers: of one world; TWINS=1: without the rules (minutes; 50000 take an hour)
+simulate: $(STAMP) ## SEEDS runs of a region and of the cores of a cluster, and some of two regions with their bridge and of the real QUIC engines, on simulated time, disks and network, from FIRST on, on all processors; WORLD=cluster, region, mesh, restored, doubt, transfers, transport or wire: of one world; TWINS=1: without the rules (minutes; 50000 take an hour)
 	@PYTHONPATH=.:tests PYTHONHASHSEED=0 $(BIN)/python -m simulation.run --seeds $(SEEDS) --first $(FIRST) $(if $(WORLD),--world $(WORLD)) $(if $(TWINS),--twins)
 
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)

@@ -481,6 +481,14 @@ class RegionConnection:
                 expired[address] = error = caught
                 if 2 * len(expired) > len(self.profile.addresses):
                     raise
+            except FelixError:
+                raise
+            except Exception as caught:
+                if deadline is not None:
+                    raise
+                # No thread could be started, say. Whatever lives on this region waits for a link, and nobody else makes one.
+                _log.exception("an attempt to connect to %s:%d failed", *address)
+                error = UnavailableError(f"The attempt failed: {type(caught).__name__}: {caught}.")
             if deadline is None and tried % len(self.profile.addresses):
                 continue
             if deadline is not None and not self._wait_for_broker and deserted >= len(self.profile.addresses):
@@ -529,6 +537,11 @@ class RegionConnection:
             link.fail(error)
             raise error from None
         except asyncio.CancelledError:
+            link.close()
+            raise
+        except FelixError:
+            raise
+        except Exception:
             link.close()
             raise
         welcome, challenge = established

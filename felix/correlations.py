@@ -58,6 +58,10 @@ class Correlations:
         self._pending[number] = pending
         return number
 
+    def oldest(self, wanted: Callable[[Pending], bool]) -> int:
+        """The id that has waited longest, of those that are `wanted`; 0: there is none."""
+        return next((number for number, pending in self._pending.items() if wanted(pending)), 0)
+
     def forget(self, correlation: int) -> None:
         """Nobody waits under this one any more."""
         self._pending.pop(correlation, None)

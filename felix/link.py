@@ -70,6 +70,9 @@ THROTTLED_GRACE_S: Final = 2.0
 SILENT_S: Final = 1.0
 """Whoever waits for an answer and has heard nothing for so long asks whether the broker is there. One that was killed and started again on its port
 refuses nothing: only silence tells."""
+BATCH_UNANSWERED_S: Final = 60.0
+"""A batch that a broker which is heard has not answered for so long is sent again, with all behind it, in another session: half of what a publisher tries it for. A broker whose disk hangs
+answers in no session; one that this session's streams or its engine keep from answering does in the next."""
 READER_SILENT_S: Final = 2.0
 """The same for whoever only reads, where the region has several brokers: another one may lead its stream by now, and has more for it. A region of one
 broker has nobody else to ask; there the transport's keep-alive tells, after some 12 s."""
@@ -138,6 +141,11 @@ class _Ask:
             self.future.set_exception(error)
 
 
+def _is_batch(pending: Pending) -> bool:
+    """Requests may take long; what is asked says how."""
+    return not isinstance(pending, _Ask)
+
+
 class Link:
     """One QUIC connection and the session on it; the Handler that the transport calls."""
 
@@ -168,6 +176,8 @@ class Link:
         self._control = -1
         self._waiting = Correlations()
         self._silence: asyncio.TimerHandle | None = None
+        self._oldest_batch = 0
+        self._oldest_since = 0.0
         self._is_of_several = is_of_several
         self._reading: asyncio.TimerHandle | None = None
         self._asks: asyncio.Semaphore | None = None
@@ -393,7 +403,18 @@ class Link:
         if self.established.done() and self._loop.time() - self.connection.heard_at >= SILENT_S:
             # Where it is not acknowledged either, the transport ends the connection.
             self.send_control(encode_frame(FrameType.PING, b""))
+        self._look_for_unanswered()
         self._silence = self._loop.call_later(SILENT_S, self._look_for_silence)
+
+    def _look_for_unanswered(self) -> None:
+        """A batch that waits and waits: whatever stands still on this connection, another one may not."""
+        now, oldest = self._loop.time(), self._waiting.oldest(_is_batch)
+        if oldest != self._oldest_batch:
+            self._oldest_batch, self._oldest_since = oldest, now
+        elif oldest and now - self._oldest_since >= BATCH_UNANSWERED_S and self.leaving is None:
+            waited = f"a batch was sent and not answered for {BATCH_UNANSWERED_S:g} s"
+            _log.warning("%s by %s: it is sent again in another session", waited, self._region)
+            self.leave(Goodbye(waited, 0))
 
     def _look_for_readers(self) -> None:
         """As `_look_for_silence`, for who waits for records alone."""

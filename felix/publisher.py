@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from felix.backoff import Backoff
 from felix.batch import Headers, NewRecord
@@ -57,6 +57,9 @@ from felix.publisher_core import (
     StreamRefused,
     TimeCame,
 )
+
+STOOD_STILL_S: Final = 1.0
+"""A timer that comes so much later than it was set for: the process, or the whole machine, stood still."""
 
 
 class Tracer(Protocol):
@@ -614,10 +617,19 @@ class Publisher:
     def _time_came(self) -> None:
         # A loop may call a timer a little before its time.
         now = max(self._loop.time(), self._timer_at)
+        late_s = now - self._timer_at
         self._timer, self._timer_at = None, inf
         throttled = self._link.throttled if self._link is not None else None
-        self._carry_out(self._core.step(TimeCame(throttled), now))
+        came = TimeCame(throttled, self._session(now), stood_still=late_s >= STOOD_STILL_S)
+        self._carry_out(self._core.step(came, now))
         self._pump(now)
+
+    def _session(self, now: float) -> str:
+        """How it stands with the broker, for whoever is told that a batch was given up."""
+        link = self._link
+        if link is None or link.is_over:
+            return "no session with the broker stands"
+        return f"the session stands, and the broker was last heard {max(0.0, now - link.connection.heard_at):.1f} s ago"
 
     # -- links (connection.Attachment) ----------------------------------------------------------------
 

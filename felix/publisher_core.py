@@ -71,6 +71,8 @@ BUFFER_BYTES_DEFAULT: Final = 32 * 1024 * 1024
 """Records accepted and not yet acknowledged, of one publisher."""
 DEADLINE_MS_DEFAULT: Final = 120_000
 """How long a batch is tried again before its error is raised: longer than a broker's restart."""
+GRACE_S: Final = 10.0
+"""What a batch has beyond its deadline where the process stood still as that came: to read the answer that waits, or to connect again and send it once more."""
 LINGER_MS_MAX: Final = 60_000
 COMPRESS_GAIN: Final = 0.9
 """A body that zstd leaves larger than this part of it is not worth the time."""
@@ -133,7 +135,7 @@ class PendingBatch:
     """A closed batch that is not dealt with yet. `ticket`: of its last sending, while an answer to that is awaited."""
 
     __slots__ = (
-        "accumulator", "appended", "backoff", "body", "caller", "callers", "condition", "deadline", "done", "first", "frame_bytes", "header",
+        "accumulator", "appended", "backoff", "body", "caller", "callers", "condition", "deadline", "done", "first", "frame_bytes", "graced", "header",
         "held_bytes", "renumbered", "sent", "sent_ever", "ticket",
     )  # fmt: skip
 
@@ -157,6 +159,7 @@ class PendingBatch:
         self.sent_ever = False
         self.done = False
         self.renumbered = False
+        self.graced = False
         self.backoff: Backoff | None = None
 
     def frame(self, correlation: int) -> bytes:
@@ -303,9 +306,12 @@ class Lingers(NamedTuple):
 
 
 class TimeCame(NamedTuple):
-    """`wake_at` is here. `throttled`: what slows the session down, as the broker last said."""
+    """`wake_at` is here. `throttled`: what slows the session down, as the broker last said. `session`: how it stands with the broker, in words.
+    `stood_still`: the time came much later than it was asked for, since the process stood still; nobody could be heard meanwhile."""
 
     throttled: Throttled | None
+    session: str = ""
+    stood_still: bool = False
 
 
 class RoomWanted(NamedTuple):
@@ -713,8 +719,8 @@ class PublisherCore:
                     self._close(accumulator)
             case Refused():
                 return self._refused(event, now)
-            case TimeCame(throttled):
-                return self._time_came(throttled, now)
+            case TimeCame():
+                return self._time_came(event, now)
             case Opened():
                 return self._opened(event)
             case LinkLost():
@@ -828,7 +834,7 @@ class PublisherCore:
         )
         return Ready(self._after_hole(accumulator), given_up=(given_up,))
 
-    def _time_came(self, throttled: Throttled | None, now: float) -> Ready:
+    def _time_came(self, event: TimeCame, now: float) -> Ready:
         """End lingers and stalls, and give up what was tried for as long as it may be."""
         forget: list[Ticket] = []
         given_up: list[GivenUp] = []
@@ -839,13 +845,18 @@ class PublisherCore:
                 accumulator.linger_over = True
             unacknowledged = accumulator.unacknowledged
             expired = False
+            if event.stood_still:
+                for pending in unacknowledged:
+                    if pending.deadline <= now and not pending.graced:
+                        # Once: a process that always stands still gives up, too.
+                        pending.graced, pending.deadline = True, now + GRACE_S
             while unacknowledged and unacknowledged[0].deadline <= now:
                 pending = unacknowledged[0]
                 if not pending.sent:
                     accumulator.unsent.popleft()
                 if pending.ticket is not None:
                     forget.append(pending.ticket)
-                given_up.append(self._give_up(pending, self._too_late(pending, throttled)))
+                given_up.append(self._give_up(pending, self._too_late(pending, event)))
                 expired = True
             if accumulator.stalled_until is not None and accumulator.stalled_until <= now:
                 accumulator.stalled_until = None
@@ -860,13 +871,18 @@ class PublisherCore:
             )
         return Ready(forget, given_up=given_up)
 
-    def _too_late(self, pending: PendingBatch, throttled: Throttled | None) -> UnavailableError:
-        why = "it was sent and not answered" if pending.sent_ever else "it could not be sent"
+    def _too_late(self, pending: PendingBatch, event: TimeCame) -> UnavailableError:
+        why, throttled = (
+            "it was sent and not answered" if pending.sent_ever else "it could not be sent",
+            event.throttled,
+        )
         if throttled is not None:
             why += (
                 f", while {throttled.scope} {throttled.name} is at its {throttled.limit} of "
                 f"{throttled.per_second} per second"
             )
+        if event.session:
+            why += f"; {event.session}"
         return UnavailableError(
             f"A batch for shard {pending.accumulator.shard} of {self.stream} is not acknowledged after {self._deadline_s:g} s: "
             f"{why}.",

@@ -54,6 +54,9 @@ PACED_STEPS_MAX: Final = 4096
 PACED_STEP_S: Final = 0.002
 """A deadline further ahead than this is not the pacer's."""
 
+ENGINE_FAILED: Final = "the QUIC engine failed"
+"""Why a connection ended whose machine raised an error."""
+
 # Of this machine, since the sockets and the peers are.
 _clock = REAL.clock.monotonic
 
@@ -93,6 +96,7 @@ class DriverConnection:
         "_heard_at",
         "_leaf_sha256",
         "_liveness",
+        "_looks_at",
         "_loop",
         "_machine",
         "_outbox",
@@ -170,6 +174,7 @@ class DriverConnection:
         now = _clock()
         self._heard_at = now
         self._sent_at = now
+        self._looks_at = now
         self._liveness = None if tls is None else Liveness(limits.keepalive_ms / 1000)
         self._watch: asyncio.TimerHandle | None = loop.call_later(
             handshake_timeout, self._handshake_late, handshake_timeout
@@ -406,7 +411,7 @@ class DriverConnection:
         self.is_established = True
         self.protocol = alpn
         if self.is_client:
-            self._watch = self._loop.call_later(LIVENESS_TICK_S, self._check_liveness)
+            self._look_later(_clock())
         try:
             self._handler = self._owner.established(self)
             self._handler.connected(self)
@@ -561,7 +566,7 @@ class DriverConnection:
         if self.is_closed or self._liveness is None:
             return
         now = _clock()
-        verdict = self._liveness.look(now, self._heard_at, self._sent_at)
+        verdict = self._liveness.look(now, self._heard_at, self._sent_at, now - self._looks_at)
         if verdict is Verdict.GONE:
             self._end(
                 Code.DISCONNECTED,
@@ -571,6 +576,10 @@ class DriverConnection:
             return
         if verdict is Verdict.PING:
             self._ping(now)
+        self._look_later(now)
+
+    def _look_later(self, now: float) -> None:
+        self._looks_at = now + LIVENESS_TICK_S
         self._watch = self._loop.call_later(LIVENESS_TICK_S, self._check_liveness)
 
     def _stop_watch(self) -> None:
@@ -628,7 +637,15 @@ class DriverConnection:
 
     def _engine_failed(self, when: str) -> None:
         log.exception("the %s engine failed %s, with %s", self.engine_name, when, shown(self._peer_address))
-        self._machine_closed(MachineClosed(QUIC_INTERNAL, 0, "the QUIC engine failed"))
+        try:
+            # Else the peer waits for its own silence to tell: up to its idle timeout.
+            self._machine.close(QUIC_INTERNAL, 0, ENGINE_FAILED)
+            out, _ = self._machine.transmit(_clock())
+            if out and not self._udp.blocked:
+                self._send(out)
+        except Exception:
+            log.debug("the peer could not be told", exc_info=True)
+        self._machine_closed(MachineClosed(QUIC_INTERNAL, 0, ENGINE_FAILED))
         self._release()
 
     def _machine_closed(self, why: MachineClosed) -> None:

@@ -48,12 +48,15 @@ class Liveness:
         self._is_refused = True
         return Verdict.PING
 
-    def look(self, now: float, heard_at: float, sent_at: float) -> Verdict:
-        """Every `LIVENESS_TICK_S`; when something last came and last left."""
+    def look(self, now: float, heard_at: float, sent_at: float, late_s: float = 0.0) -> Verdict:
+        """Every `LIVENESS_TICK_S`; when something last came and last left. `late_s`: how much later it is than it was to be."""
         if self._pinged_at is not None and heard_at > self._pinged_at:
             self._pinged_at = None
             self._is_refused = False
         if self._pinged_at is not None:
+            if late_s >= LIVENESS_TICK_S:
+                # This process stood still: that it heard nothing says nothing of the server.
+                self._pinged_at += late_s
             allowed = UNANSWERED_AFTER_REFUSAL_S if self._is_refused else UNANSWERED_S
             return Verdict.GONE if now - self._pinged_at >= allowed else Verdict.WAIT
         if (sent_at > heard_at and now - heard_at >= LIVENESS_TICK_S) or (

@@ -126,6 +126,26 @@ async def test_a_safe_request_is_asked_again_after_a_lost_connection(
     assert region.reconnects == 1
 
 
+async def test_an_attempt_that_fails_in_a_way_nobody_thought_of_is_not_the_last_one(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whatever lives on the region waits for a link that nobody makes."""
+    connect, failures = ScriptedEngine.connect, [RuntimeError("can't start new thread"), OSError("odd")]
+
+    async def fail(self: ScriptedEngine, *args: Any, **more: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await connect(self, *args, **more)
+
+    async with region.stream(ORDERS).publisher(deadline_ms=5_000) as publisher:
+        assert await publisher.publish(b"a") == 0
+        monkeypatch.setattr(ScriptedEngine, "connect", fail)
+        broker.session.drop()
+        assert await publisher.publish(b"b") == 1
+    assert not failures
+    assert region.reconnects == 1
+
+
 async def test_an_unsafe_request_is_not_asked_twice_and_says_that_nobody_knows(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:

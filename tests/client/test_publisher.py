@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import felix
-from felix import Code, NewRecord, RequestError, UnavailableError, link
+from felix import Code, NewRecord, RequestError, UnavailableError, connection, link
+from felix import publisher as publisher_module
 from felix.batch import FLAG_ZSTD, Batch, decode_records
 from felix.frames import FrameType, encode_frame
 from felix.messages import Limits, OpenPublisher, Request
@@ -446,6 +448,44 @@ async def test_a_batch_that_is_never_answered_is_given_up_and_the_next_is_not(
         assert caught.value.code is Code.TIMEOUT
         assert await publisher.publish(b"next") == 0
     assert broker.streams[ORDERS].payloads() == [b"next"]
+
+
+async def test_a_batch_that_one_session_does_not_answer_is_sent_again_in_another(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name, seconds in (
+        (link, "SILENT_S", 0.02), (link, "BATCH_UNANSWERED_S", 0.1), (connection, "GOODBYE_DRAIN_S", 0.02),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, seconds)
+    silent: list[BrokerSession] = []
+
+    def unanswered(session: BrokerSession, batch: Batch, correlation: int) -> bool:
+        silent.append(session)
+        return session is silent[0]
+
+    async with region.stream(ORDERS).publisher() as publisher:
+        assert await publisher.publish(b"first") == 0
+        broker.on_batch = unanswered
+        assert await asyncio.gather(publisher.publish(b"second"), publisher.publish(b"third")) == [1, 2]
+    assert region.reconnects == 1
+    assert broker.streams[ORDERS].payloads() == [b"first", b"second", b"third"]
+
+
+async def test_a_batch_whose_time_ran_out_while_the_process_stood_still_is_sent_again(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "STOOD_STILL_S", 0.1)
+
+    def stand_still(session: BrokerSession, batch: Batch, correlation: int) -> bool:
+        broker.on_batch = None
+        session.drop()
+        time.sleep(0.4)
+        return True
+
+    async with region.stream(ORDERS).publisher(deadline_ms=50) as publisher:
+        broker.on_batch = stand_still
+        assert await publisher.publish(b"late") == 0
+    assert broker.streams[ORDERS].payloads() == [b"late"]
 
 
 async def test_a_stream_made_anew_takes_nothing_that_was_meant_for_the_old_one(

@@ -25,6 +25,7 @@ from felix.publisher_core import (
     FLUSHED,
     FLYING_BATCHES_FILL,
     FULL,
+    GRACE_S,
     ITERATION_ENDED,
     LINGERS,
     LINK_LOST,
@@ -260,6 +261,27 @@ def test_what_came_too_late_says_what_slowed_it_down() -> None:
         in given_up.refusal.error.sentence
     )
     assert given_up.refusal.error.hint == "It is not in the log."
+
+
+def test_what_came_too_late_says_how_it_stands_with_the_broker() -> None:
+    core = core_of(deadline_ms=1_000)
+    core.add(b"a", None, None)
+    core.step(FLUSHED, 0.0)
+    send(core, "1")
+    (given_up,) = core.step(TimeCame(None, "no session with the broker stands"), core.wake_at).given_up
+    assert given_up.refusal.error.sentence.endswith(
+        "it was sent and not answered; no session with the broker stands."
+    )
+
+
+def test_a_process_that_stood_still_reads_what_came_meanwhile_before_it_gives_up() -> None:
+    core = core_of(deadline_ms=1_000)
+    core.add(b"a", None, None)
+    core.step(FLUSHED, 0.0)
+    send(core, "1")
+    assert not core.step(TimeCame(None, stood_still=True), 130.0).given_up
+    assert core.wake_at == 130.0 + GRACE_S
+    assert len(core.step(TimeCame(None, stood_still=True), 130.0 + GRACE_S).given_up) == 1, "once"
 
 
 # -- in any order ------------------------------------------------------------------------------------------

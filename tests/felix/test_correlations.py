@@ -56,3 +56,13 @@ def test_the_end_names_those_who_still_waited() -> None:
     waiting.register(caller)
     waiting.forget(waiting.register(gone))
     assert [cast(_Caller, each) for each in waiting.end()] == [caller] and not waiting
+
+
+def test_who_has_waited_longest_of_a_kind_is_known() -> None:
+    waiting, one, other = Correlations(), _Caller(), _Caller()
+    first, second = waiting.register(one), waiting.register(other)
+    waiting.register(other)
+    assert waiting.oldest(lambda pending: True) == first
+    assert waiting.oldest(lambda pending: pending is other) == second
+    waiting.forget(first)
+    assert waiting.oldest(lambda pending: pending is one) == 0

@@ -19,7 +19,7 @@ from felix.profile import Profile
 from felix.queue import Job, QueueConsumer
 from felix.runtime.port import Runtime
 from felix.settings import CacheSettings, QueueSettings, Retries, Views
-from felix.transport.memory import MemoryEngine, MemoryNetwork
+from felix.transport.port import Engine
 
 STREAM = "acme/payments/orders"
 QUEUE = "acme/payments/invoices"
@@ -50,8 +50,9 @@ T = TypeVar("T")
 class Reachable(Protocol):
     """A world whose region clients reach."""
 
-    network: MemoryNetwork
     client_runtime: Runtime
+
+    def engine(self, host: str) -> Engine: ...
 
     def profile(self) -> Profile: ...
 
@@ -67,7 +68,7 @@ class RegionUser(Client):
         world = cast("Reachable", self.world)
         async with felix.connect(
             profile=world.profile(),
-            engine=MemoryEngine(world.network, CLIENT),
+            engine=world.engine(CLIENT),
             connect_timeout_s=RUN_S_MAX,
             request_timeout_s=RUN_S_MAX,
             runtime=world.client_runtime,

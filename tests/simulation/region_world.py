@@ -30,7 +30,6 @@ from felix.profile import Profile
 from felix.runtime.simulated import SimulatedLoop, simulated
 from felix.settings import Views
 from felix.transaction_messages import TRANSACTIONS_STREAM
-from felix.transport.memory import MemoryEngine
 from felix.transport.port import ServerTls, TransportLimits
 from keys.authority import RegionAuthority, create_authority
 from region.broker import Broker
@@ -204,7 +203,7 @@ class BrokerHost(Host):
             RelayService(broker, None, 0),
         )
         server = identity("broker", "b1")
-        await MemoryEngine(self.world.network, HOST).listen(
+        await self.world.engine(HOST).listen(
             HOST, PORT, ServerTls(server.chain_pem, server.key_pem()), lambda: ClientSession(services)
         )
 

@@ -30,7 +30,10 @@ from simulation.region_world import RegionWorld
 from simulation.restored_world import RestoredWorld
 from simulation.transfers import TransferWorld
 from simulation.twins import TWINS, caught
+from simulation.wire_world import WireRegionWorld
 from simulation.world import FailedError, World, simulate, simulate_or_explain
+from transport.wire_world import StoodStillError
+from transport.wire_world import play as play_transport
 
 WORLDS: Final[dict[str, type[World]]] = {
     "region": RegionWorld,
@@ -38,10 +41,15 @@ WORLDS: Final[dict[str, type[World]]] = {
     "restored": RestoredWorld,
     "doubt": DoubtWorld,
     "transfers": TransferWorld,
+    "wire": WireRegionWorld,
 }
 CLUSTER: Final = "cluster"
 """A world of cores alone (simulation.cluster_world)."""
-SHARES: Final = {CLUSTER: 1, "region": 1, "mesh": 50, "restored": 100, "doubt": 100, "transfers": 10}
+TRANSPORT: Final = "transport"
+"""The QUIC engines and their driver alone, over a kernel's UDP in memory (transport.wire_world)."""
+SHARES: Final = {
+    CLUSTER: 1, "region": 1, "mesh": 50, "restored": 100, "doubt": 100, "transfers": 10, "wire": 20, TRANSPORT: 10,
+}  # fmt: skip
 """Of the seeds that are asked for, one in so many is of this world: a run of two regions takes twenty times as long as one of one."""
 SLICE: Final = 100
 """Seeds of one region that a process takes at a time: some seconds."""
@@ -80,6 +88,9 @@ def play(name: str, seed: int) -> tuple[int, Mapping[str, int]]:
     if name == CLUSTER:
         result = simulate_cluster(seed)
         return result.steps, result.counts
+    if name == TRANSPORT:
+        ran = play_transport(seed)
+        return ran.counts["sent"], ran.counts
     outcome = simulate(seed, WORLDS[name])
     return len(outcome.noted), outcome.counts
 
@@ -93,7 +104,7 @@ def run(name: str, seeds: range) -> Tally:
             events, counts = play(name, seed)
         except FailedError as error:
             tally.failed[seed] = error.why
-        except BrokenError as error:
+        except (BrokenError, StoodStillError) as error:
             tally.failed[seed] = str(error)
         except Exception as error:
             # A mistake of the product or of the simulator, which must not hide what the other seeds find.
@@ -140,8 +151,12 @@ def explain(name: str, seed: int) -> None:
     try:
         if name == CLUSTER:
             simulate_cluster_or_explain(seed)
+        elif name == TRANSPORT:
+            play_transport(seed)
         else:
             simulate_or_explain(seed, WORLDS[name])
+    except StoodStillError as error:
+        print(error)
     except (BrokenError, FailedError) as error:
         print("\n".join([str(error), *error.__notes__]))
     except Exception:
@@ -152,7 +167,7 @@ def explain(name: str, seed: int) -> None:
 def run_twins(world: str | None) -> int:
     """How many were missed."""
     looks: list[tuple[str, Callable[[], AssertionError | None]]] = []
-    if world != CLUSTER:
+    if world not in (CLUSTER, TRANSPORT):
         looks += [(twin.rule, partial(caught, twin, anew=True)) for twin in TWINS]
     if world in (None, CLUSTER):
         looks += [(twin.rule, partial(cluster_twins.caught, twin, anew=True)) for twin in cluster_twins.TWINS]
@@ -177,7 +192,9 @@ def main() -> int:
         "--seeds", type=int, default=2_000, help="of one region; of the other worlds a part of it"
     )
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--world", choices=sorted([*WORLDS, CLUSTER]), help="only this one, all seeds")
+    parser.add_argument(
+        "--world", choices=sorted([*WORLDS, CLUSTER, TRANSPORT]), help="only this one, all seeds"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--twins", action="store_true", help="the rules that are switched off, instead")
     asked = parser.parse_args()

@@ -27,7 +27,8 @@ from simulation.script import Script, Step, shrink
 from felix.errors import FelixError
 from felix.runtime.simulated import WORK_S_MAX, SimulatedClock, SimulatedLoop, Standstill, simulated
 from felix.storage.memory import MemoryDisk, MemoryFiles
-from felix.transport.memory import MemoryNetwork, Path
+from felix.transport.memory import MemoryEngine, MemoryNetwork, Path
+from felix.transport.port import Engine
 from region.budget import Budget
 
 START_MS: Final = 1_800_000_000_000
@@ -262,6 +263,15 @@ class World:
             lasts_s = 40.0
         return Step("fault", what, after_s, where, lasts_s, random.getrandbits(8))
 
+    @classmethod
+    def make_loop(cls, random: Random) -> SimulatedLoop:
+        """What a run runs on."""
+        return SimulatedLoop(random)
+
+    def engine(self, host: str) -> Engine:
+        """By which the processes of a host speak with others."""
+        return MemoryEngine(self.network, host)
+
     def make(self) -> Iterable[Host]:
         """The machines."""
         raise NotImplementedError
@@ -476,7 +486,7 @@ def simulate(seed: int, world: type[World], script: Script | None = None) -> Out
 
 
 def _simulate(seed: int, world: type[World], script: Script | None) -> Outcome:
-    loop = SimulatedLoop(Random(seed))
+    loop = world.make_loop(Random(seed))
     # What nobody waits for any more, where a run ends before its clients do.
     loop.set_exception_handler(lambda *_: None)
     # Lost connections and torn tails are what is simulated.

@@ -24,6 +24,7 @@ from transport.recorder import WAIT_S, Echo, Recorder, eventually
 from felix.errors import Code, ProtocolError, RequestError, UnavailableError
 from felix.transport.driver import DriverListener
 from felix.transport.driver_connection import DriverConnection
+from felix.transport.machine import Machine, Transmission
 from felix.transport.port import (
     ENGINE_NAMES,
     ClientTls,
@@ -786,6 +787,35 @@ async def test_what_a_caller_got_wrong_is_said(name: str, authority: Authority) 
             "no-such-host.invalid", 7443, ClientTls(authority.pem, NAME), Recorder(), timeout=5
         )
     await listener.close()
+
+
+@pytest.mark.parametrize("fails", ["client", "server"])
+async def test_an_engine_that_fails_tells_the_peer_so_at_once(
+    pair: Pair, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a client waits six seconds for the silence to tell, and a server as long as its idle timeout."""
+    async with pair.connected() as (client, server, _):
+        failing, told = (client, server) if fails == "client" else (server, client)
+        connection = failing.peer
+        assert isinstance(connection, DriverConnection)
+        machine = connection._machine
+        transmit = type(machine).transmit
+        raised: list[float] = []
+
+        def fail_once(self: Machine, now: float) -> Transmission:
+            if self is machine and not raised:
+                raised.append(now)
+                raise ValueError("reserved stream is missing")
+            return transmit(self, now)
+
+        monkeypatch.setattr(type(machine), "transmit", fail_once)
+        failing.peer.send(failing.peer.open_stream(bidirectional=False), b"something")
+        async with asyncio.timeout(3.0):
+            await told.until(lambda each: bool(each.closed_with))
+            await failing.until(lambda each: bool(each.closed_with))
+        for each in (told, failing):
+            assert each.closed_with == [(Code.DISCONNECTED, "the QUIC engine failed")]
+    assert "engine failed while sending" in caplog.text
 
 
 @pytest.mark.parametrize("name", ENGINE_NAMES)

@@ -33,3 +33,17 @@ def test_silence_is_broken_where_the_connection_is_to_be_kept_up() -> None:
     kept = Liveness(keepalive_s=3.0)
     assert kept.look(12.9, heard_at=10.0, sent_at=10.0) is Verdict.WAIT
     assert kept.look(13.0, heard_at=10.0, sent_at=10.0) is Verdict.PING
+
+
+def test_a_client_that_stood_still_does_not_hold_it_against_its_server() -> None:
+    liveness = Liveness(keepalive_s=0)
+    liveness.pinged(11.0)
+    assert liveness.look(31.0, heard_at=10.0, sent_at=11.0, late_s=19.0) is Verdict.WAIT
+    assert liveness.look(32.0, heard_at=10.0, sent_at=11.0) is Verdict.WAIT
+    assert liveness.look(30.0 + UNANSWERED_S, heard_at=10.0, sent_at=11.0) is Verdict.GONE, (
+        "what is left counts"
+    )
+    liveness = Liveness(keepalive_s=0)
+    liveness.pinged(11.0)
+    assert liveness.look(31.0, heard_at=31.0, sent_at=11.0, late_s=19.0) is Verdict.WAIT
+    assert liveness.look(32.0, heard_at=31.0, sent_at=31.1) is Verdict.PING, "its answer had come meanwhile"
