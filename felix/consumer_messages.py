@@ -30,14 +30,15 @@ class ShardAck(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SubscriptionAcks(msgspec.Struct, frozen=True):
-    """Acknowledgements of one durable subscription that a transaction carries. `incarnation` and `subscription` are the broker's: of the stream, and
-    the id of the subscription."""
+    """Acknowledgements of one durable subscription that a transaction carries. `incarnation`, `subscription` and `epochs` are the broker's: of the stream,
+    the id of the subscription, and by shard the leader epochs that the records had, each with its first offset."""
 
     stream: Annotated[str, msgspec.Meta(max_length=255)]
     name: Annotated[str, msgspec.Meta(max_length=255)]
     acks: Annotated[list[ShardAck], msgspec.Meta(max_length=SHARDS_MAX)]
     incarnation: bytes = b""
     subscription: str = ""
+    epochs: dict[int, list[int]] = {}
 
 
 class Ack(Message, frozen=True, tag="ack"):

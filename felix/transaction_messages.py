@@ -70,11 +70,13 @@ class Stage(Message, frozen=True, tag="stage"):
 
 
 class QueueAcks(msgspec.Struct, frozen=True, array_like=True):
-    """Jobs of one queue that a transaction acknowledges. `incarnation` is the broker's."""
+    """Jobs of one queue that a transaction acknowledges. `incarnation` and `epochs` are the broker's: of the queue, and by shard the leader epochs that its records had, each
+    with its first offset."""
 
     queue: Name
     held: Annotated[list[Held], msgspec.Meta(min_length=1, max_length=RUNS_MAX)]
     incarnation: bytes = b""
+    epochs: dict[int, list[int]] = {}
 
 
 class StageAcknowledgement(Message, frozen=True, tag="stage_acknowledgement"):

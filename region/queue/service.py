@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -32,6 +32,7 @@ from region.queue.shard import Leased, QueueShard, forget_reserved
 from region.queue.state import Phase, Run
 from region.views.actor import JOURNAL_LOOK_MS
 from region.views.dead_letter import dead_letter_name
+from region.views.history import known_end, told
 
 log = logging.getLogger("felix.region.queue")
 
@@ -375,9 +376,11 @@ class QueueService:
 
     # -- transactions ----------------------------------------------------------------------------------
 
-    async def check_acks(self, identity: SpiffeId, name: StreamName, held: Sequence[Held]) -> bytes:
+    async def check_acks(
+        self, identity: SpiffeId, name: StreamName, held: Sequence[Held]
+    ) -> tuple[bytes, dict[int, list[int]]]:
         """Keep these leases for a transaction that is about to commit: until `apply_acks`, or `abandon_acks`, nobody else gets the jobs.
-        Returns the incarnation that both ask for. Raises RequestError: LEASE_LOST, NOT_FOUND_OR_FORBIDDEN, UNSUPPORTED;
+        Returns the incarnation that both ask for, and by shard the epochs that `apply_acks` asks for. Raises RequestError: LEASE_LOST, NOT_FOUND_OR_FORBIDDEN, UNSUPPORTED;
         UnavailableError."""
         self._broker.require(identity, Verb.SUBSCRIBE, name, "queue")
         stream = self._broker.stream(name)
@@ -393,7 +396,7 @@ class QueueService:
                     queue.shards[each].unreserve(by_shard[each])
                 raise lease_lost(name, number, lost[0])
             kept.append(number)
-        return stream.incarnation
+        return stream.incarnation, {number: told(queue.shards[number].log) for number in by_shard}
 
     def abandon_acks(self, name: StreamName, incarnation: bytes, held: Sequence[Held]) -> None:
         """The transaction was not committed: these leases are what they were."""
@@ -407,9 +410,11 @@ class QueueService:
                 forget_reserved(self._reserved.get(incarnation, {}).get(each.shard, {}), runs)
         self._drop_reserved(name, incarnation)
 
-    async def apply_acks(self, name: StreamName, incarnation: bytes, held: Sequence[Held]) -> None:
+    async def apply_acks(
+        self, name: StreamName, incarnation: bytes, held: Sequence[Held], epochs: Mapping[int, list[int]]
+    ) -> None:
         """The transaction is committed: these jobs are done, durably, when this returns. Asked again it changes nothing; for a
-        queue that is gone there is nothing to do. Raises UnavailableError."""
+        queue that is gone, and of jobs that were lost since, there is nothing to do. Raises UnavailableError."""
         stream = self._broker.streams.get(name)
         if stream is None or stream.incarnation != incarnation:
             self.abandon_acks(name, incarnation, held)
@@ -420,7 +425,8 @@ class QueueService:
         def settle(done: Done) -> None:
             gather = Gather(done)
             for number, runs in runs_by_shard(held, len(queue.shards)).items():
-                queue.shards[number].settle(runs, gather.part())
+                shard = queue.shards[number]
+                shard.settle(runs, gather.part(), known_end(shard.log, epochs.get(number)))
             gather.asked()
 
         await awaited(settle)

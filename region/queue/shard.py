@@ -35,6 +35,7 @@ from region.broker import Broker
 from region.gather import Done, ignore
 from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
+from region.log.epochs import EVERYTHING
 from region.log.errors import OffsetOutOfRangeError
 from region.log.ring import Entry
 from region.log.shard import ShardLog
@@ -50,6 +51,7 @@ from region.queue.state import (
     Run,
     Spent,
     Tracked,
+    clipped,
     preface,
 )
 from region.views.actor import ViewActor
@@ -601,11 +603,11 @@ class QueueShard:
         self._write([entry] if entry is not None else [], done)
         return lost
 
-    def settle(self, runs: Sequence[Run], done: Done) -> None:
-        """As `ack`, regardless of who holds the records now. Raises UnavailableError."""
+    def settle(self, runs: Sequence[Run], done: Done, end: int = EVERYTHING) -> None:
+        """As `ack`, regardless of who holds the records now. What is meant by offsets from `end` on is no more. Raises UnavailableError."""
         self.check()
         left = len(self.state.tracked)
-        entry = self.state.settle(runs, self.now_ms)
+        entry = self.state.settle(clipped(runs, end), self.now_ms)
         self.acked.add(left - len(self.state.tracked), self.now_ms)
 
         def settled(error: FelixError | None) -> None:

@@ -577,12 +577,15 @@ class SubscriptionService:
 
     def identified(self, acks: SubscriptionAcks) -> SubscriptionAcks:
         """With which stream, and subscription, of these names it is."""
-        acks = msgspec.structs.replace(acks, incarnation=b"", subscription="")
+        acks = msgspec.structs.replace(acks, incarnation=b"", subscription="", epochs={})
         found = self._loaded(acks)
         if found is None:
             return acks
         return msgspec.structs.replace(
-            acks, incarnation=found.stream.incarnation, subscription=found.definition.id
+            acks,
+            incarnation=found.stream.incarnation,
+            subscription=found.definition.id,
+            epochs=found.epochs_of(acks.acks),
         )
 
     def check(self, acks: Sequence[SubscriptionAcks]) -> FelixError | None:
@@ -618,7 +621,7 @@ class SubscriptionService:
             if refused is not None:
                 gather.part()(refused)
             else:
-                found.settle(each.acks, gather.part())
+                found.settle(each.acks, gather.part(), each.epochs)
         gather.asked()
 
     def abandon(self, acks: Sequence[SubscriptionAcks]) -> None:

@@ -73,7 +73,7 @@ class SubscriptionStore:
         """The log that the positions count in. Raises why it does not serve."""
         return self._stream.shard(self._number)
 
-    def _records(self) -> ShardLog | None:
+    def records(self) -> ShardLog | None:
         """The same; None while it does not serve. Once it does, the journal is read again."""
         with suppress(FelixError):
             return self.shard
@@ -113,7 +113,7 @@ class SubscriptionStore:
     def replay(self, data: bytes) -> None:
         entry = decode(data)
         if isinstance(entry, Dropped) and entry.epochs:
-            records = self._records()
+            records = self.records()
             self._known_end = EVERYTHING if records is None else shared_end(records, entry.epochs)
         elif isinstance(entry, Dropped):
             self._forget(entry.subscription)
@@ -141,7 +141,7 @@ class SubscriptionStore:
             letters.start()
 
     def preface(self) -> bytes | None:
-        records = self._records()
+        records = self.records()
         return None if records is None else encode(Dropped(b"", told(records)))
 
     def entries(self) -> Iterator[bytes]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from felix.consumer_messages import Nack, ShardAck
@@ -27,11 +28,12 @@ from region.broker import Broker
 from region.gather import Done, Gather, ignore, resolving
 from region.hosted_stream import HostedStream
 from region.metadata.records import Subscription
-from region.subscriptions.entries import Entry
+from region.subscriptions.entries import Entry, clipped
 from region.subscriptions.group import Group, Step
 from region.subscriptions.progress import Progress, Redelivered
 from region.subscriptions.store import SubscriptionStore
 from region.views.due import DueTimer
+from region.views.history import known_end, told
 
 log = logging.getLogger("felix.region.subscriptions")
 
@@ -41,6 +43,7 @@ RETRY_MS: Final = 100
 """After what the journal could not take."""
 TICK_S_MIN: Final = 0.002
 """Due work that must wait (its shard is being reassigned) is checked again after this, not at once."""
+NO_EPOCHS: Final[Mapping[int, Sequence[int]]] = MappingProxyType({})
 
 
 class Member(Protocol):
@@ -418,12 +421,26 @@ class DurableSubscription:
             self._stores[each.shard].reserved(self.id, reserved)
         return None
 
-    def settle(self, acks: Sequence[ShardAck], done: Done) -> None:
-        """Settle the records that a written transaction acknowledges; idempotent. `done` is called once it is durable."""
+    def epochs_of(self, acks: Iterable[ShardAck]) -> dict[int, list[int]]:
+        """By shard, what `settle` is told of the records that these acknowledge. A shard that there is not, or that does not serve, is refused by `reserve`."""
+        known = (each.shard for each in acks if 0 <= each.shard < len(self._stores))
+        logs = ((number, self._stores[number].records()) for number in known)
+        return {number: told(log) for number, log in logs if log is not None}
+
+    def settle(
+        self, acks: Sequence[ShardAck], done: Done, epochs: Mapping[int, Sequence[int]] = NO_EPOCHS
+    ) -> None:
+        """Settle the records that a written transaction acknowledges; idempotent. `done` is called once it is durable. `epochs`: by shard, those that the records had: what
+        was lost since is not settled in what stands in its place."""
         gather = Gather(done)
         for each in acks:
-            progress = self.progress(each.shard)
-            entries = progress.ack(ranges_of(each, progress.committed))
+            progress, records = self.progress(each.shard), self._stores[each.shard].records()
+            if records is None:
+                gather.part()(UnavailableError(f"Shard {each.shard} of {self.stream.name} does not serve."))
+                continue
+            ranges, end = ranges_of(each, progress.committed), known_end(records, epochs.get(each.shard))
+            entries = progress.ack(clipped(ranges, end))
+            progress.unreserve(ranges, self._broker.streams_ms())
             self._stores[each.shard].write(entries, self._settled(each, gather.part()))
             self._wake(each.shard)
         gather.asked()

@@ -78,8 +78,10 @@ class QueueParticipant:
 
     async def prepare(self, identity: SpiffeId, body: bytes) -> bytes:
         acks: QueueAcks = _decode(_queue, body)
-        incarnation = await self._service.check_acks(identity, StreamName.parse(acks.queue), acks.held)
-        return msgspec.msgpack.encode(msgspec.structs.replace(acks, incarnation=incarnation))
+        incarnation, epochs = await self._service.check_acks(
+            identity, StreamName.parse(acks.queue), acks.held
+        )
+        return msgspec.msgpack.encode(msgspec.structs.replace(acks, incarnation=incarnation, epochs=epochs))
 
     def abandon(self, body: bytes) -> None:
         acks: QueueAcks = _decode(_queue, body)
@@ -88,7 +90,9 @@ class QueueParticipant:
     async def apply(self, body: bytes) -> None:
         acks: QueueAcks = _decode(_queue, body)
         try:
-            await self._service.apply_acks(StreamName.parse(acks.queue), acks.incarnation, acks.held)
+            await self._service.apply_acks(
+                StreamName.parse(acks.queue), acks.incarnation, acks.held, acks.epochs
+            )
         except RequestError as error:
             # The queue is gone, or is a stream of another kind by now.
             if error.code not in (Code.NOT_FOUND, Code.UNSUPPORTED):

@@ -8,8 +8,10 @@ do (`EpochHistory.shared_end`), and a replay takes of the entries behind that on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+from region.log.epochs import EVERYTHING
 from region.log.shard import ShardLog
 
 EPOCHS_TOLD: Final = 8
@@ -21,7 +23,12 @@ def told(shard: ShardLog) -> list[int]:
     return [number for pair in shard.newest_epochs(EPOCHS_TOLD) for number in pair]
 
 
-def shared_end(shard: ShardLog, said: list[int]) -> int:
+def known_end(shard: ShardLog, said: Sequence[int] | None) -> int:
+    """The same of what a transaction has acknowledged, which may be settled long after; above every offset where it does not say (of an earlier release)."""
+    return shared_end(shard, said) if said else EVERYTHING
+
+
+def shared_end(shard: ShardLog, said: Sequence[int]) -> int:
     """Up to which offset the shard's records are those of which an entry says so."""
     epochs = zip(said[::2], said[1::2], strict=False)
     return shard.epochs.shared_end(epochs, shard.log_end_offset)

@@ -337,10 +337,10 @@ async def test_a_committed_job_that_the_journal_refuses_is_nobody_elses_until_it
     with monkeypatch.context() as patched:
         patched.setattr(shard.actor.journal, "append", refuse)
         with pytest.raises(UnavailableError):
-            await node.queues.apply_acks(name, stream.incarnation, held)
+            await node.queues.apply_acks(name, stream.incarnation, held, {})
     await until(lambda: not shard.actor.is_reloading and shard.actor.is_serving, 30)
     assert await jobs.lease(wait=1) == []
-    await node.queues.apply_acks(name, stream.incarnation, held)
+    await node.queues.apply_acks(name, stream.incarnation, held, {})
     assert await state_of(jobs) == (0, 0, 0, 0) and not shard._reserved
 
 

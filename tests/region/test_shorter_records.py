@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from ports import claim_port
 from region_home import running, us_east
@@ -15,7 +16,11 @@ from region_peer import client
 
 import felix
 from felix.address import Address
+from felix.consumer_messages import ShardAck, SubscriptionAcks
+from felix.queue_messages import Held
+from felix.transaction_messages import QueueAcks
 from region.folder import RegionFolder
+from region.transactions.participants import QueueParticipant, SubscriptionParticipant
 
 JOBS, ORDERS, READER = "acme/ops/jobs", "acme/ops/orders", "billing"
 
@@ -100,3 +105,49 @@ async def test_records_in_the_place_of_lost_ones_are_given_to_a_durable_subscrip
                 await region.stream(ORDERS).describe_subscription(READER)
             await publish(region, *range(first, first + 12))
             assert await read(region, 12) == [b"%d" % number for number in range(first, first + 12)]
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+async def test_what_a_transaction_acknowledged_of_lost_records_is_not_settled_in_their_place(
+    tmp_path: Path, comes_late: bool
+) -> None:
+    """It is committed, and owed to the queue and to the subscription as the records are lost."""
+    folder, listen = us_east(tmp_path / "home"), Address("127.0.0.1", claim_port())
+    operator = felix.SpiffeId("us-east", "acme", "operator", "operator")
+
+    async def put(region: felix.RegionClient, *numbers: int) -> None:
+        for number in numbers:
+            await region.queue(JOBS).put(b"%d" % number)
+            await region.stream(ORDERS).publish(b"%d" % number)
+
+    async with running(folder, listen=listen), client(folder) as region:
+        await region.create_queue(JOBS)
+        await region.create_stream(ORDERS)
+        await put(region, *range(5))
+        assert await done(region, 5) == await read(region, 5)
+    with (
+        records_end_earlier(folder, JOBS, tmp_path / "jobs"),
+        records_end_earlier(folder, ORDERS, tmp_path / "orders"),
+    ):
+        async with running(folder, listen=listen) as node, client(folder) as region:
+            await put(region, *range(5, 10))
+            jobs = await region.queue(JOBS).lease(5, wait=5)
+            queues = QueueParticipant(node.broker, node.queues)
+            leased = QueueAcks(JOBS, [Held(job.shard, job.offset, 1, job.token) for job in jobs])
+            owed = await queues.prepare(operator, msgspec.msgpack.encode(leased))
+            async with region.stream(ORDERS).consumer(READER) as consumer:
+                record = await anext(consumer)
+                acks = SubscriptionAcks(ORDERS, READER, [ShardAck(0, record.generation, [], 5)])
+                subscriptions = SubscriptionParticipant(node.broker, node.subscriptions)
+                owed_too = await subscriptions.prepare(operator, msgspec.msgpack.encode(acks))
+    async with running(folder, listen=listen) as node, client(folder) as region:
+        if comes_late:
+            await put(region, *range(100, 112))
+        for _ in range(2):
+            await QueueParticipant(node.broker, node.queues).apply(owed)
+            await SubscriptionParticipant(node.broker, node.subscriptions).apply(owed_too)
+        if not comes_late:
+            await put(region, *range(100, 112))
+        wanted = [b"%d" % number for number in range(100, 112)]
+        assert await done(region, 12) == wanted
+        assert await read(region, 12) == wanted
