@@ -14,6 +14,7 @@ import msgspec
 
 from felix.address import Address
 from felix.runtime.real import now_ms
+from felix.storage.begun import SUFFIX
 from region.bootstrap import found_region, write_profile
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
@@ -64,6 +65,12 @@ def us_east(home: Path) -> RegionFolder:
 
 def _found_us_east(home: Path) -> None:
     make_region(home, "us-east")
+
+
+def begin_anew(folder: RegionFolder, name: str) -> None:
+    """Remove a folder of the region's data, and what remembers it, as on a machine that never had it."""
+    shutil.rmtree(folder.root / "data" / name)
+    (folder.root / "data" / f"{name}{SUFFIX}").unlink(missing_ok=True)
 
 
 @asynccontextmanager

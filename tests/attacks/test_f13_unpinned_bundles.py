@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from bridge_mesh import ACCEPTED_BY, APPROVER, POLICIES, STREAM, Mesh, two_regions, until
-from region_home import make_region
+from region_home import begin_anew, make_region
 from slow_runs import only_slow
 
 from audit.leaf import Kind
@@ -100,7 +100,7 @@ async def on_another_machine(
             (mesh.us.trusted / name).unlink()
     if not copies:
         shutil.rmtree(mesh.us.root / "data" / "governance")
-    shutil.rmtree(mesh.us.root / "data" / "audit")
+    begin_anew(mesh.us, "audit")
     await mesh.start("us-east")
 
 
@@ -426,7 +426,7 @@ async def test_a_broker_puts_the_pin_that_it_goes_by_back_and_never_an_earlier_o
     # So one that joins believes the same.
     await mesh.stop("us-east")
     for name in ("governance", "audit"):
-        shutil.rmtree(mesh.us.root / "data" / name)
+        begin_anew(mesh.us, name)
     for name in ("eu-west.json", "eu-west.pin"):
         (mesh.us.trusted / name).unlink()
     await mesh.start("us-east")
@@ -573,7 +573,7 @@ async def test_of_two_pins_that_nobody_compared_the_log_says_which_holds_and_the
     await mesh.stop("us-east")
     shutil.rmtree(mesh.us.root / "data" / "governance")
     if kept == "nothing":
-        shutil.rmtree(mesh.us.root / "data" / "audit")
+        begin_anew(mesh.us, "audit")
     await mesh.start("us-east")
     for _ in ("began anew", "restarted"):
         assert governance(mesh).bundles["eu-west"] == new.bundle
@@ -620,7 +620,7 @@ async def from_before(mesh: Mesh, *, files: bool) -> None:
     await mesh.stop("us-east")
     (mesh.us.trusted / "eu-west.pin").unlink()
     (mesh.us.root / "data" / "governance" / "trusted").unlink()
-    shutil.rmtree(mesh.us.root / "data" / "audit")
+    begin_anew(mesh.us, "audit")
     if not files:
         (mesh.us.trusted / "eu-west.json").unlink()
     await mesh.start("us-east")

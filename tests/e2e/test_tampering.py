@@ -36,6 +36,7 @@ from audit.origin import egress_origin
 from audit.tile import bundle_path, decode_bundle, encode_bundle, tile_path
 from cli.bridge import attempt
 from felix.errors import Code
+from felix.storage.begun import SUFFIX
 from keys.key_file import load_signing_key
 
 STORY, STANDING, SECRET = "acme/ops/story", "acme/ops/standing", "acme/ops/story-secret"
@@ -300,6 +301,9 @@ def test_an_agent_does_not_cross_on_a_log_that_was_put_back_or_taken_away(told: 
             shutil.rmtree(log)
             if put_back:
                 shutil.copytree(told.before, log)
+            else:
+                # Else the agent takes its disk for not mounted, and waits (tests/storage/test_begun.py).
+                log.parent.with_name(f"{log.parent.name}{SUFFIX}").unlink()
             mesh.agent_up()
 
             def reason(at: Path = mesh.agent_log) -> bool:
