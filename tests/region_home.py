@@ -73,10 +73,17 @@ def begin_anew(folder: RegionFolder, name: str) -> None:
     (folder.root / "data" / f"{name}{SUFFIX}").unlink(missing_ok=True)
 
 
+def forget_other_data(folder: RegionFolder, config: RegionConfig) -> None:
+    """Of a region that several tests share, each with data of its own: another's are not what this broker lacks."""
+    if not (folder.root / config.data).exists():
+        (folder.root / f"data{SUFFIX}").unlink(missing_ok=True)
+
+
 @asynccontextmanager
 async def running(folder: RegionFolder, **changes: object) -> AsyncIterator[Node]:
     """A broker of the region, in this process. `changes` replace fields of its configuration."""
     config: RegionConfig = msgspec.structs.replace(load_config(folder.config), **changes)
+    forget_other_data(folder, config)
     node = await Node.start(folder, config)
     try:
         write_profile(folder, config.region, config.mesh, node.address)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from client.conftest import until
 from ports import claim_port
+from region_home import forget_other_data
 
 import felix
 import felix.sync
@@ -55,6 +56,7 @@ async def running(home: Path, data: str, engine: str, port: int = 0) -> AsyncIte
     folder = RegionFolder(home / "us-east")
     config = load_config(folder.config)
     config = msgspec.structs.replace(config, engine=engine, data=data, listen=Address("127.0.0.1", port))
+    forget_other_data(folder, config)
     node = await Node.start(folder, config)
     try:
         write_profile(folder, "us-east", "acme", node.address)

@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import msgspec
 import pytest
 from ports import claim_port
-from region_home import make_region, running
+from region_home import forget_other_data, make_region, running
 from region_peer import batch_frame, client, raw_peer, take, until
 from small_disk import fill, small_disk
 
@@ -299,6 +299,7 @@ def scan(root: Path) -> tuple[int, int]:
 
 async def test_a_broker_stopped_twice_leaves_no_task_behind(folder: RegionFolder, tmp_path: Path) -> None:
     config = msgspec.structs.replace(load_config(folder.config), data=str(tmp_path / "data"))
+    forget_other_data(folder, config)
     node = await Node.start(folder, config)
     await node.stop()
     await node.stop()
