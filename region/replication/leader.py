@@ -917,6 +917,9 @@ class LeaderCore:
         # Of whoever has no copy any more nothing is heard: that its link came up neither.
         named = {peer for each in self.standing.all for peer in (*each.replicas, *each.target)}
         self.followers = {peer: each for peer, each in self.followers.items() if peer in named}
+        for peer in sorted(named - self.followers.keys() - {self.replica.broker}):
+            # Where it was given up and is wanted again before it, or this leader, has read of the one, it takes itself for followed, and waits.
+            ready.send.append(Send(peer, Probe(self.epoch, self.election)))
         self._hand_over(now, ready)
         self._advance(ready)
 

@@ -971,3 +971,13 @@ def test_an_end_of_the_lease_ends_the_rest() -> None:
     shard.replica.lease.until_ms = shard.now
     assert not shard.tick(DETACHED_MS).deposed
     assert shard.tick().deposed
+
+
+def test_a_copy_that_was_given_up_and_is_wanted_again_is_asked_to_follow_anew() -> None:
+    """The leader reads of both late: meanwhile the copy read of both, asked, and was placed as the one that it was."""
+    shard = serving()
+    assert not sent(shard.read(record(isr="a1 b1", replicas=("a", "b"))), Probe)
+    wanted = shard.read(record(isr="a1 b1", replicas=("a", "b"), target=("b", "c")))
+    assert [(each.peer, type(each.message)) for each in wanted.send] == [("c", Probe)]
+    shard.place("c")
+    assert not sent(shard.read(record(isr="a1 b1 c1", replicas=("a", "b"), target=("b", "c"))), Probe)
