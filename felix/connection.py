@@ -536,12 +536,9 @@ class RegionConnection:
             error = UnavailableError(f"{address} did not answer within {timeout_s:.1f} s.", code=Code.TIMEOUT)
             link.fail(error)
             raise error from None
-        except asyncio.CancelledError:
-            link.close()
-            raise
         except FelixError:
             raise
-        except Exception:
+        except BaseException:
             link.close()
             raise
         welcome, challenge = established

@@ -872,11 +872,8 @@ class PublisherCore:
         return Ready(forget, given_up=given_up)
 
     def _too_late(self, pending: PendingBatch, event: TimeCame) -> UnavailableError:
-        why, throttled = (
-            "it was sent and not answered" if pending.sent_ever else "it could not be sent",
-            event.throttled,
-        )
-        if throttled is not None:
+        why = "it was sent and not answered" if pending.sent_ever else "it could not be sent"
+        if (throttled := event.throttled) is not None:
             why += (
                 f", while {throttled.scope} {throttled.name} is at its {throttled.limit} of "
                 f"{throttled.per_second} per second"

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from felix.errors import UnavailableError
 from felix.runtime.port import Random
 from felix.storage.port import Files, has_failed, lacks_resources
-from felix.storage.small_file import read_file, replace_durably
+from felix.storage.small_file import read_line, write_line
 
 log = logging.getLogger("felix.storage")
 
@@ -25,7 +25,6 @@ MARK: Final = "begun"
 SUFFIX: Final = ".begun"
 """Of the name of a file that remembers a folder."""
 _ID_BYTES: Final = 16
-_BYTES_MAX: Final = 256
 _NOTHING: Final = frozenset({"lock", "lost+found"})
 """What an empty folder may hold: the lock of whoever looked, and what a file system puts there itself."""
 
@@ -40,10 +39,10 @@ class BegunFolder(NamedTuple):
 
     def require(self) -> None:
         """Before anything is written there. Raises UnavailableError where it is not the folder that is remembered; OSError where that cannot be read."""
-        remembered = _read(self.files, self.memory)
+        remembered = read_line(self.files, self.memory)
         if not remembered:
             return
-        found = _read(self.files, self.path / MARK)
+        found = read_line(self.files, self.path / MARK)
         if found == remembered or (not found and _holds_something(self.files, self.path)):
             return
         if found:
@@ -61,23 +60,19 @@ class BegunFolder(NamedTuple):
         A disk that has no room, has failed, or is not this process's to write keeps nobody from starting: then as much is remembered as before.
         """
         try:
-            remembered, found = _read(self.files, self.memory), _read(self.files, self.path / MARK)
+            remembered, found = read_line(self.files, self.memory), read_line(self.files, self.path / MARK)
             if not found:
                 found = remembered or random.randbytes(_ID_BYTES).hex()
-                replace_durably(self.files, self.path / MARK, f"{found}\n".encode())
+                write_line(self.files, self.path / MARK, found)
             if remembered != found:
                 self.files.make_folder(self.memory.parent)
-                replace_durably(self.files, self.memory, f"{found}\n".encode())
+                write_line(self.files, self.memory, found)
         except OSError as error:
             if not (
                 lacks_resources(error) or has_failed(error) or error.errno in (errno.EACCES, errno.EPERM)
             ):
                 raise
             log.warning("it is not remembered that %s was begun: %s", self.path, error)
-
-
-def _read(files: Files, path: Path) -> str:
-    return (read_file(files, path, _BYTES_MAX) or b"").decode(errors="replace").strip()
 
 
 def _holds_something(files: Files, folder: Path) -> bool:

@@ -16,12 +16,11 @@ from typing import Final
 
 from felix.errors import Code, RequestError
 from felix.storage.port import Files, has_failed, lacks_resources
-from felix.storage.small_file import read_file, replace_durably
+from felix.storage.small_file import read_line, write_line
 
 log = logging.getLogger("felix.storage")
 
 MARK: Final = "release"
-_BYTES_MAX: Final = 256
 
 
 def require_release(files: Files, folder: Path, release: str) -> None:
@@ -31,7 +30,7 @@ def require_release(files: Files, folder: Path, release: str) -> None:
 
 def _accepted(files: Files, folder: Path, release: str) -> str:
     """The mark. Raises as `require_release`."""
-    marked = (read_file(files, folder / MARK, _BYTES_MAX) or b"").decode(errors="replace").strip()
+    marked = read_line(files, folder / MARK)
     if _minor(marked) > _minor(release):
         raise RequestError(
             f"{folder} was used by release {marked} of Felix, and this is release {release}: it may not understand what it finds, or lose it.",
@@ -49,7 +48,7 @@ def mark_release(files: Files, folder: Path, release: str) -> None:
     if _minor(_accepted(files, folder, release)) == _minor(release):
         return
     try:
-        replace_durably(files, folder / MARK, f"{release}\n".encode())
+        write_line(files, folder / MARK, release)
     except OSError as error:
         if not lacks_resources(error) and not has_failed(error):
             raise

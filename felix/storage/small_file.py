@@ -14,6 +14,7 @@ import xxhash
 from felix.storage.port import Files, write_all
 
 TEMPORARY_SUFFIX: Final = ".tmp"
+LINE_BYTES_MAX: Final = 256
 _MAGIC: Final = b"FELIXSML"
 
 
@@ -65,6 +66,16 @@ def read_file(files: Files, path: Path, bytes_max: int | None = None) -> bytes |
         return files.pread(descriptor, size, 0)
     finally:
         files.close(descriptor)
+
+
+def read_line(files: Files, path: Path) -> str:
+    """The text of a file of one line; empty where there is none. Raises OSError, also (EFBIG) of one that is longer than LINE_BYTES_MAX."""
+    return (read_file(files, path, LINE_BYTES_MAX) or b"").decode(errors="replace").strip()
+
+
+def write_line(files: Files, path: Path, text: str) -> None:
+    """Put another line in its place, durably, or make the file. Raises OSError, and leaves the old one."""
+    replace_durably(files, path, f"{text}\n".encode())
 
 
 def save_checked(files: Files, path: Path, payload: bytes) -> None:

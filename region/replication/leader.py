@@ -373,7 +373,7 @@ class LeaderCore:
         for peer in self._members():
             self._follower(peer, now)
             if peer not in have_asked:
-                ready.send.append(Send(peer, Probe(self.epoch, self.election)))
+                self._ask_to_follow(peer, ready)
         for asked in early:
             self._received(asked, now, ready)
         self._advance(ready)
@@ -653,12 +653,15 @@ class LeaderCore:
             )
         return self.followers[peer]
 
+    def _ask_to_follow(self, peer: str, ready: Ready) -> None:
+        ready.send.append(Send(peer, Probe(self.epoch, self.election)))
+
     def _forget(self, peer: str, follower: Follower, now: int, ready: Ready) -> None:
         """Where it stands is not known any more: it is to ask again."""
         follower.logs = {}
         follower.goal = {}
         follower.probed_ms = now
-        ready.send.append(Send(peer, Probe(self.epoch, self.election)))
+        self._ask_to_follow(peer, ready)
 
     def _received(self, event: Received, now: int, ready: Ready) -> None:
         peer, message = event
@@ -919,7 +922,7 @@ class LeaderCore:
         self.followers = {peer: each for peer, each in self.followers.items() if peer in named}
         for peer in sorted(named - self.followers.keys() - {self.replica.broker}):
             # Where it was given up and is wanted again before it, or this leader, has read of the one, it takes itself for followed, and waits.
-            ready.send.append(Send(peer, Probe(self.epoch, self.election)))
+            self._ask_to_follow(peer, ready)
         self._hand_over(now, ready)
         self._advance(ready)
 

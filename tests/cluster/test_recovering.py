@@ -46,6 +46,26 @@ async def until_it(
         await region.clustered(name).member.until(lambda: holds(record_of(region, name, number)))
 
 
+async def lose(region: ClusteredRegion, leader: str, *left: str) -> None:
+    """The folder of a leader that has stopped is lost, and it begins a new one beside these: nobody leads, nor is a member."""
+    config = region.config.of_broker(leader)
+    shutil.rmtree(region.folder.root / config.data)
+    await region.start(*left)
+    region.nodes[leader] = await Node.start(region.folder, config, replace_folder=True)
+    await until_it(region, left[0], lambda record: not record.leader and not record.members())
+
+
+async def until_two_have(client: felix.RegionClient, what: str) -> str:
+    """What status says of the shard that nobody leads, once it says of two copies that they have this."""
+    said = ""
+    async with asyncio.timeout(30):
+        while said.count(f"has {what}") < 2:
+            await asyncio.sleep(0.1)
+            problems = (await client.describe()).alarms
+            said = next((each for each in problems if each.startswith(f"Nobody leads {STREAM}")), "")
+    return said
+
+
 async def test_the_command_that_status_gives_keeps_what_the_copies_have_that_are_left(
     region: ClusteredRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,22 +80,9 @@ async def test_the_command_that_status_gives_keeps_what_the_copies_have_that_are
         await region.stop(*others)
         await client.stream(STREAM).publish(b"alone")
     await region.stop(leader)
-    config = region.config.of_broker(leader)
-    shutil.rmtree(region.folder.root / config.data)
-    await region.start(*others)
-    region.nodes[leader] = await Node.start(region.folder, config, replace_folder=True)
-    await until_it(region, others[0], lambda record: not record.leader and not record.members())
+    await lose(region, leader, *others)
     async with region.client(others[0]) as client:
-
-        async def told() -> str:
-            problems = (await client.describe()).alarms
-            return next((each for each in problems if each.startswith(f"Nobody leads {STREAM}")), "")
-
-        said = ""
-        async with asyncio.timeout(30):
-            while said.count("has records to 19") < 2:
-                said = await told()
-                await asyncio.sleep(0.1)
+        said = await until_two_have(client, "records to 19")
         assert f"{leader} has no records" in said
         found = re.search(r"--from (\S+) --accept-loss", said)
         assert found is not None and found[1] in others
@@ -142,18 +149,9 @@ async def test_of_copies_with_the_same_records_the_one_with_the_longer_journal_i
             await job.ack()
         await region.stop(longer)
     await region.stop(leader)
-    config = region.config.of_broker(leader)
-    shutil.rmtree(region.folder.root / config.data)
-    await region.start(longer, shorter)
-    region.nodes[leader] = await Node.start(region.folder, config, replace_folder=True)
-    await until_it(region, longer, lambda record: not record.leader and not record.members())
+    await lose(region, leader, longer, shorter)
     async with region.client(longer) as client:
-        said = ""
-        async with asyncio.timeout(30):
-            while said.count("has records to 4") < 2:
-                await asyncio.sleep(0.1)
-                problems = (await client.describe()).alarms
-                said = next((each for each in problems if each.startswith(f"Nobody leads {STREAM}")), "")
+        said = await until_two_have(client, "records to 4")
         assert f"--from {longer} --accept-loss" in said
         with pytest.raises(
             RequestError,
@@ -201,18 +199,9 @@ async def test_jobs_in_the_place_of_lost_ones_are_done_after_a_copy_was_recovere
     behind = folder_of(further)
     shutil.rmtree(behind)
     shutil.copytree(folder_of(leader), behind)
-    config = region.config.of_broker(leader)
-    shutil.rmtree(region.folder.root / config.data)
-    await region.start(further, other)
-    region.nodes[leader] = await Node.start(region.folder, config, replace_folder=True)
-    await until_it(region, further, lambda record: not record.leader and not record.members())
+    await lose(region, leader, further, other)
     async with region.client(further) as client:
-        said = ""
-        async with asyncio.timeout(30):
-            while said.count("has records to 4") < 2:
-                await asyncio.sleep(0.1)
-                problems = (await client.describe()).alarms
-                said = next((each for each in problems if each.startswith(f"Nobody leads {STREAM}")), "")
+        said = await until_two_have(client, "records to 4")
         assert f"--from {further} --accept-loss" in said
         await client.recover_shard(STREAM, 0, further)
         await region.in_sync(further, STREAM)
