@@ -26,7 +26,8 @@ Which leaves a link writes, and in which order (the verifier holds a log to this
   the range and have no records, no entries and no destination offsets.
 - a GAP leaf covers source offsets that nobody can read any more;
 - a document leaf (`DOCUMENT_KINDS`) carries a signed document, or names it by its hash where it stands in a file beside
-  the log (audit.document_leaf).
+  the log (audit.document_leaf);
+- an UNCLEAN leaf, in a region's own log, says that acknowledged records of one of its shards may be lost (audit.unclean_leaf).
 
 Version 1 committed to payloads alone, counted them in `payload_bytes`, had no kinds above SEAL and kept a grant's
 terms in its leaf. Its leaves may stand before those of version 2 in one log, and are never written any more.
@@ -126,6 +127,8 @@ class Kind(IntEnum):
     """a grant was paused or resumed"""
     DENY_ENTRY = 14
     """a region denied streams to or from another, or lifted that"""
+    UNCLEAN = 15
+    """a shard of the region is led from a copy that may lack what was acknowledged (audit.unclean_leaf)"""
 
 
 DOCUMENT_KINDS: Final = frozenset(
@@ -218,7 +221,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     destination_stream: Text = ""
     shard: Small = 0
     source_epoch: Natural = 0
-    """the source shard's leader epoch, to which the transfer key is bound"""
+    """the source shard's leader epoch, to which the transfer key is bound; UNCLEAN: the one that began so"""
     incarnation: Id16 = b""
     """the source stream's incarnation id"""
     first_offset: Offset | None = None
@@ -255,7 +258,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     actor: Text = ""
     """DENY, KEY and documents: who (SPIFFE id); for a document who put it, not who signed it"""
     action: Text = ""
-    """DENY: what was tried; KEY: made, rotated, destroyed, pinned; STANDING: pause, resume"""
+    """DENY: what was tried; KEY: made, rotated, destroyed, pinned; STANDING: pause, resume; UNCLEAN: recover-shard, reconcile, elect-longest"""
     rule: Text = ""
     """DENY: the rule that refused"""
     code: Small = 0
@@ -270,7 +273,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     terms: Terms | None = None
     """version 1, GRANT: what the leaf itself says of the terms"""
     document: Annotated[bytes, msgspec.Meta(max_length=DOCUMENT_BYTES_MAX)] = b""
-    """`DOCUMENT_KINDS`: the signed document, where it is short enough to stand here"""
+    """`DOCUMENT_KINDS`: the signed document, where it is short enough to stand here; UNCLEAN: the statement, which nobody signed"""
     document_sha256: Digest = b""
     """from version 2: of the signed document, wherever it stands"""
     drain_until_ms: Moment = 0
@@ -357,11 +360,12 @@ REQUIRED: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.POLICY: ("policy_version", "policy_hash", "actor", "document_sha256"),
     Kind.KEY: ("key_id", "action"),
     Kind.SEAL: ("seal_file", "seal_sha256"),
+    Kind.UNCLEAN: ("stream", "incarnation", "source_epoch", "actor", "action", "document", "document_sha256"),
 }
 """Fields that a leaf of this kind must have (neither empty nor None nor 0)."""
 
 _REQUIRED_1: Final[dict[Kind, tuple[str, ...]]] = {
-    **{kind: names for kind, names in REQUIRED.items() if kind not in DOCUMENT_KINDS},
+    **{kind: names for kind, names in REQUIRED.items() if kind <= Kind.SEAL and kind not in DOCUMENT_KINDS},
     Kind.GRANT: ("grant_id", "terms_hash", "terms", "bridge", "stream", "destination_stream", "actor"),
     Kind.REVOKE: ("grant_id", "actor"),
     Kind.POLICY: ("policy_version", "policy_hash", "actor"),

@@ -6,11 +6,14 @@ region's bundle alone for the key (audit.trust).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from audit.leaf import Header, Kind, Side
 from felix.errors import RequestError, TamperError
 from felix.names import SpiffeId, parse_region, trust_domain
+
+_ONE_REGION: Final = frozenset((Kind.KEY, Kind.SEAL, Kind.UNCLEAN))
+"""Kinds that are about the log's own region alone."""
 
 
 def region_origin(region: str, mesh: str) -> str:
@@ -48,7 +51,7 @@ class Origin(NamedTuple):
 
         A log speaks for its own region: as the source on its egress side, as the destination on its ingress side. A
         bridge's log is about that bridge's crossings alone, and they stand nowhere else. A region's keys are its own
-        business: they stand in its own log, and concern no other region; so does what was exported from a log.
+        business: they stand in its own log, and concern no other region; so does what was exported from a log, and what its brokers gave up.
         """
         kind, egress = header.kind, header.side is Side.EGRESS
         crossing = kind in (Kind.INTENT, Kind.WITHHELD, Kind.GAP) or (kind is Kind.ACK and egress)
@@ -57,13 +60,14 @@ class Origin(NamedTuple):
         other = not egress or header.bridge != str(self.bridge)
         if self.bridge is not None and (kind is Kind.ACK or crossing) and other:
             return f"{kind.name} of {header.bridge or 'no bridge'} stands in the log of {self.bridge}."
-        if kind is Kind.KEY and self.bridge is not None:
-            return f"KEY stands in the log of {self.bridge}; keys stand in the log of their region."
-        if crossing or kind in (Kind.ACK, Kind.DENY, Kind.KEY, Kind.SEAL):
+        if kind in (Kind.KEY, Kind.UNCLEAN) and self.bridge is not None:
+            what = "keys" if kind is Kind.KEY else "unclean elections"
+            return f"{kind.name} stands in the log of {self.bridge}; {what} stand in the log of their region."
+        if crossing or kind in (Kind.ACK, Kind.DENY, *_ONE_REGION):
             own = header.source_region if egress else header.destination_region
             if own != self.region:
                 return f"{kind.name} speaks for {own} as its own region in a log of {self.region}."
-        if kind in (Kind.KEY, Kind.SEAL) and header.source_region != header.destination_region:
+        if kind in _ONE_REGION and header.source_region != header.destination_region:
             return f"{kind.name} is between {header.source_region} and {header.destination_region}; it is one region's."
         return ""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Final, NamedTuple
 
+from audit import unclean_leaf
 from audit.accounting import AnnouncedAgain, Skipped
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.allowance import Allowances, Faster, crosses
@@ -682,10 +683,12 @@ class _Run:
         return Place((header.kind, header.grant_id), is_limited=True)
 
     def _place(self, leaf: Leaf) -> list[str]:
-        """Step 6, for a leaf that was read: it is of this log, and versions do not go back."""
+        """Step 6, for a leaf that was read: it is of this log, says what its statement does, and versions do not go back."""
         found = []
         if misplaced := self._log.origin.misplaced(leaf.header):
             found.append(misplaced)
+        if leaf.header.kind is Kind.UNCLEAN and (differing := unclean_leaf.mistake(leaf.header)):
+            found.append(differing)
         if leaf.version < self._version:
             found.append(f"A leaf of version {leaf.version} stands behind one of version {self._version}.")
         self._version = max(self._version, leaf.version)

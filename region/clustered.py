@@ -561,7 +561,7 @@ class Clustered:
         by: str,
     ) -> str:
         """Have `winner` lead a shard although it may lack what was committed; a note of what was done. Raises RequestError(NOT_FOUND, CONFLICT),
-        and what the store raises. `by`: the operator, for the log."""
+        and what the store raises. `by`: the operator (SPIFFE id), for both logs."""
         member, shard = self.member, ShardId(record.incarnation, number)
         mirror = member.mirror
         tried: dict[str, tuple[ShardRecord, int, dict[str, LogEnd | Unopened]]] = {}
@@ -582,6 +582,7 @@ class Clustered:
                 detached_ms=DETACHED_MS if is_replicated(record.config) or len(before.members()) > 1 else 0,
                 powered_off=powered_off,
                 ends=ends,
+                by=by,
             )
             if isinstance(made, Refusal):
                 hint = _RECOVER_HINTS.get(made.reason, "")

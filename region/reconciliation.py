@@ -24,6 +24,7 @@ from typing import Final
 
 import msgspec
 
+from audit.unclean_leaf import WHY_CHARS_MAX, UncleanElection
 from region.cluster import membership, registration
 from region.cluster.audit_home import Before
 from region.cluster.records import (
@@ -36,7 +37,7 @@ from region.cluster.records import (
     ShardRecord,
     encode,
 )
-from region.cluster.transactions import Reason, Refusal, Transaction, unchanged
+from region.cluster.transactions import Reason, Refusal, Transaction, state_unclean, unchanged
 from region.cluster.view import ClusterView
 from region.log.companions import AUDIT_CHECKPOINTS, RECORDS
 from region.log.point import LogPoint
@@ -125,6 +126,8 @@ class ShardPlan:
     before: ShardRecord | None
     after: ShardRecord
     copies: tuple[str, ...]
+    unclean: UncleanElection | None = None
+    """what the audit log is to be told, where the copies may lack what was acknowledged"""
 
     @property
     def changes(self) -> bool:
@@ -516,7 +519,24 @@ def _shard(
     after = _record(
         known.name, known.next_epoch, election(), before, known.stream, winners, isr, known.minimum, unclean=doubt != ""
     )  # fmt: skip
-    plan.shards.append(ShardPlan(known.shard, known.stored, after, tuple(winners)))
+    said = _unclean(known, after, winners[0], doubt) if doubt else None
+    plan.shards.append(ShardPlan(known.shard, known.stored, after, tuple(winners), said))
+
+
+def _unclean(known: _Known, after: ShardRecord, winner: str, doubt: str) -> UncleanElection:
+    end = _ends(known.whole[winner]).get(RECORDS)
+    return UncleanElection(
+        stream=after.stream,
+        incarnation=known.shard.incarnation,
+        shard=known.shard.number,
+        epoch=after.epoch,
+        election=after.election,
+        cause="reconciled",
+        leader=winner,
+        end=None if end is None else end[1].offset,
+        given_up=tuple(sorted({*known.away, *known.former} - {winner})),
+        why=doubt[:WHY_CHARS_MAX],
+    )
 
 
 def _led_by_nobody(
@@ -845,7 +865,8 @@ def shards(view: ClusterView, plan: Plan) -> list[Transaction]:
             key = view.keys.shard(each.shard)
             compares = [unchanged(view, key), unchanged(view, view.keys.frozen)]
             compares += [unchanged(view, view.keys.node(broker)) for broker in sorted(each.after.isr)]
-            made.append(Transaction(tuple(compares), (Put(key, encode(each.after, key)),)))
+            said = [] if each.unclean is None else [state_unclean(view.keys, each.unclean)]
+            made.append(Transaction(tuple(compares), (Put(key, encode(each.after, key)), *said)))
     return made
 
 

@@ -40,7 +40,7 @@ from felix.messages import (
     OpenTransactions,
     WatchCache,
 )
-from felix.names import StreamName
+from felix.names import SpiffeId, StreamName
 from felix.runtime.port import Runtime
 from felix.storage.begun import SUFFIX, BegunFolder
 from felix.storage.disk import PRIVATE_FILES, SHARED_FILES, boot_id
@@ -93,6 +93,7 @@ from region.governance.lasting import accepted_by_leaf
 from region.governance.leaves import Alone, Neighbours
 from region.governance.own_words import OwnWords
 from region.governance.service import Governance
+from region.governance.unclean_leaves import UncleanLeaves
 from region.home_leaves import HomeLeaves, MovingLeaves
 from region.ingest import IngestService
 from region.inventory import STREAMS
@@ -512,6 +513,18 @@ async def open_broker(
 
     follower = StreamFollower(streams, mirror, landings.opened)
     governance.follow()
+    unclean: UncleanLeaves | None = None
+    if clustered is not None:
+        unclean = UncleanLeaves(
+            clustered.member.mirror,
+            SpiffeId(config.region, config.mesh, "broker", config.broker),
+            trail,
+            logged,
+            lambda: neighbours.writes_here,
+            runtime.clock.now_ms,
+        )
+        stack.push_async_callback(unclean.close)
+        unclean.follow()
     if (over := governance.keys_over()) is not None:
         # By the store: this broker may have no copy of the log.
         raise over
@@ -533,7 +546,7 @@ async def open_broker(
         peers.replicas.release = streams.release
         peers.replicas.notes_from = ingest.notes_from
         if audited is not None:
-            assert shared is not None
+            assert shared is not None and unclean is not None
             clustered.audit = _copy_audit_log(
                 audited,
                 before,
@@ -544,6 +557,7 @@ async def open_broker(
                 clustered.member,
                 open_logs,
                 cosigned,
+                unclean.look,
                 runtime,
             )
             # Nothing is signed before this broker is home.
@@ -696,6 +710,7 @@ def _copy_audit_log(
     member: ClusterMember,
     open_logs: OpenLogs,
     cosigned: WitnessMemory,
+    look_at_unclean: Callable[[], None],
     runtime: Runtime,
 ) -> AuditLog:
     """The part that this broker has in the audit log that several brokers copy."""
@@ -709,6 +724,11 @@ def _copy_audit_log(
             governance.remember_pins(await asyncio.to_thread(logged.pins))
             governance.decide_again()
         keys.know(await asyncio.to_thread(logged.recent_keys))
+
+    def became_home() -> None:
+        # What the store has without a leaf gets it now.
+        governance.decide_again()
+        look_at_unclean()
 
     return AuditLog(
         record,
@@ -730,8 +750,7 @@ def _copy_audit_log(
         refusal=governance.keys_refusal,
         see_log_key=governance.see_log_key,
         may_sign=governance.require_log_key,
-        # What the store has without a leaf gets it now.
-        became_home=governance.decide_again,
+        became_home=became_home,
         witnessed=cosigned,
         before=before,
         runtime=runtime,

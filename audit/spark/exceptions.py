@@ -5,7 +5,7 @@ Three kinds of severity, because they ask for different answers:
 - `breach`   the log shows a crossing that its own terms do not allow, or breaks a rule that every log keeps (steps 7
              and 10 of the verification: `rule-broken`, where nothing above says it better);
 - `refused`  a control worked: something was tried and did not happen;
-- `notice`   allowed, and worth knowing: wildcards, onward transfers, gaps, revocations, destroyed keys.
+- `notice`   allowed, and worth knowing: wildcards, onward transfers, gaps, revocations, destroyed keys, unclean elections.
 
 Alike events are one row with a count and the leaves of the first and last.
 """
@@ -146,6 +146,10 @@ def _leaf_events() -> list[str]:
         _event(
             NOTICE, "'key-destroyed'", "kind = 'KEY' AND action = 'destroyed'", "concat('Key ', key_id, coalesce(concat(' of ', stream), ''), ' was destroyed.')",
             actor="actor", action="action", code="code",
+        ),
+        _event(
+            NOTICE, "'unclean-election'", "kind = 'UNCLEAN'", "coalesce(sentence, 'A shard is led from a copy that may lack what was acknowledged.')",
+            actor="actor", action="action",
         ),
     ]  # fmt: skip
 

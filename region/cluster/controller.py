@@ -616,9 +616,10 @@ class ControllerCore:
         if not may_ask_for_ends(record, view.brokers):
             return Refusal(Reason.NOBODY_ELIGIBLE, "", retry=True)
         members = tuple(record.members())
-        winner = members[0] if len(members) == 1 else longest(record, self._ends.get(shard, {}), view.brokers)
+        ends = self._ends.get(shard, {})
+        winner = members[0] if len(members) == 1 else longest(record, ends, view.brokers)
         if winner:
-            return transactions.elect_longest(view, shard, winner, next(self._elections))
+            return transactions.elect_longest(view, shard, winner, next(self._elections), ends.get(winner))
         if now_ms >= self._asked_ms.get(shard, -ASK_AGAIN_MS) + ASK_AGAIN_MS:
             self._asked_ms[shard] = now_ms
             self._actions.append(AskEnds(shard, members))

@@ -123,7 +123,7 @@ class ClusterMirror:
 
     def _is_ours(self, key: str) -> bool:
         keys = self.view.keys
-        return key.startswith((keys.nodes, keys.brokers, keys.pulses, keys.shards)) or key in (
+        return key.startswith((keys.nodes, keys.brokers, keys.pulses, keys.shards, keys.unclean)) or key in (
             keys.controller,
             keys.frozen,
             keys.rebalance,

@@ -17,6 +17,7 @@ from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from audit.unclean_leaf import UncleanElection
 from felix.errors import CorruptionError, RequestError
 from felix.names import StreamName, parse_region
 from region.log.offload import ListPointer
@@ -180,6 +181,7 @@ class ClusterKeys:
         self.shards = f"{self.prefix}shards/"
         self.controller = f"{self.prefix}controller"
         self.rebalance = f"{self.prefix}rebalance"
+        self.unclean = f"{self.prefix}unclean/"
         self.frozen = Keys(region).frozen()
         self.audit_home = f"{self.prefix}audit_home"
         """of where the audit log is (region.cluster.member)"""
@@ -213,6 +215,10 @@ class ClusterKeys:
         if not key.startswith(self.shards) or match is None or int(match[2]) >= SHARDS_MAX:
             raise _invalid(key, "the key is no shard's")
         return ShardId(match[1], int(match[2]))
+
+    def unclean_election(self, said: UncleanElection) -> str:
+        """Of the statement of an unclean election, until it has its leaf."""
+        return f"{self.unclean}{said.incarnation}/{said.shard:03}/{said.epoch:010}.{said.election}"
 
     def broker_of(self, key: str) -> str:
         """The broker whose record stands under `key`, of `nodes`, `brokers` or `pulses`. Raises CorruptionError."""

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from audit.unclean_leaf import UncleanCause, UncleanElection
 from region.cluster import membership
 from region.cluster.election import (
     Brokers,
@@ -29,6 +30,7 @@ from region.cluster.election import (
     may_ask_for_ends,
 )
 from region.cluster.records import (
+    ClusterKeys,
     ControllerRecord,
     FrozenRecord,
     RebalanceRecord,
@@ -166,8 +168,10 @@ def elect(view: ClusterView, shard: ShardId, election: str) -> Transaction | Ref
     )
 
 
-def elect_longest(view: ClusterView, shard: ShardId, winner: str, election: str) -> Transaction | Refusal:
-    """After a power cut of an `interval` shard: the copy that goes on longest leads, and is marked as perhaps shorter than before."""
+def elect_longest(
+    view: ClusterView, shard: ShardId, winner: str, election: str, end: LogEnd | None = None
+) -> Transaction | Refusal:
+    """After a power cut of an `interval` shard: the copy that goes on longest leads, and is marked as perhaps shorter than before. `end`: its, as it said."""
     record = view.shards[shard]
     if not (leader_has_stopped(view, record) and may_ask_for_ends(record, view.brokers)):
         return Refusal(
@@ -175,7 +179,14 @@ def elect_longest(view: ClusterView, shard: ShardId, winner: str, election: str)
         )
     registration = view.brokers.registration(winner)
     after = membership.elected_unclean(record, winner, registration, election)
-    return Transaction((*_stopped(view, shard), *_nodes(view, record.members())), (_put(view, shard, after),))
+    said = _unclean(
+        shard, after, "power-cut", end if end is not None and end.registration == registration else None,
+        why="its acknowledgements are not synced, and no copy that may lead is sure to have them all; this one goes on longest",
+    )  # fmt: skip
+    return Transaction(
+        (*_stopped(view, shard), *_nodes(view, record.members())),
+        (_put(view, shard, after), state_unclean(view.keys, said)),
+    )
 
 
 def begin_anew(view: ClusterView, shard: ShardId, broker: str, election: str) -> Transaction | Refusal:
@@ -356,8 +367,9 @@ def recover(
     detached_ms: int,
     powered_off: bool = False,
     ends: Mapping[str, LogEnd | Unopened] = NO_ENDS,
+    by: str = "",
 ) -> Transaction | Refusal:
-    """Elect outside the rules, accepting loss: `winner` leads although it may lack what was committed.
+    """Elect outside the rules, accepting loss: `winner` leads although it may lack what was committed. The audit log is told by whom (`by`, SPIFFE id).
 
     `dead`: the brokers whose copies are given up; all that have one and are not alive must be named, and no member among them may be alive.
     `silent_ms`: for how long each has had no lease; a leader may go on committing until `detached_ms` after it lost its own, unless it is
@@ -411,6 +423,11 @@ def recover(
     if refusal := _why_not_from(winner, others, dead, ends, brokers):
         return refusal
     after = membership.elected_unclean(record, winner, registration, election)
+    own = ends.get(winner) if _has_told(winner, ends, brokers) else None
+    said = _unclean(
+        shard, after, "recovered", own,
+        given_up={*given_up, *away, *replicas.intersection(dead)} - {winner}, powered_off=powered_off, by=by,
+    )  # fmt: skip
     return Transaction(
         (
             *_stopped(view, shard),
@@ -424,7 +441,39 @@ def recover(
             ),
             Absent(view.keys.frozen),
         ),
-        (_put(view, shard, after),),
+        (_put(view, shard, after), state_unclean(view.keys, said)),
+    )
+
+
+def state_unclean(keys: ClusterKeys, said: UncleanElection) -> Put:
+    """What has an unclean election told to the audit log; to be written with the record that says so."""
+    return Put(keys.unclean_election(said), said.encode())
+
+
+def _unclean(
+    shard: ShardId,
+    after: ShardRecord,
+    cause: UncleanCause,
+    end: LogEnd | Unopened | None,
+    *,
+    given_up: Collection[str] = (),
+    powered_off: bool = False,
+    by: str = "",
+    why: str = "",
+) -> UncleanElection:
+    return UncleanElection(
+        stream=after.stream,
+        incarnation=shard.incarnation,
+        shard=shard.number,
+        epoch=after.epoch,
+        election=after.election,
+        cause=cause,
+        leader=after.leader,
+        end=end.offset if isinstance(end, LogEnd) else None,
+        given_up=tuple(sorted(given_up)),
+        powered_off=powered_off,
+        by=by,
+        why=why,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from audit.unclean_leaf import UncleanElection
 from felix.errors import CorruptionError
 from region.cluster.election import Brokers
 from region.cluster.records import (
@@ -44,6 +45,8 @@ class ClusterView:
         self.controller: ControllerRecord | None = None
         self.frozen: FrozenRecord | None = None
         self.rebalance: RebalanceRecord | None = None
+        self.unclean: dict[str, UncleanElection] = {}
+        """unclean elections that have no leaf in the audit log yet, by key"""
         self.arrived: dict[ShardId, int] = {}
         """where a move of a shard was seen to end as it was meant: the revision of the last one"""
         self.unreadable: dict[str, str] = {}
@@ -74,6 +77,7 @@ class ClusterView:
             self.alive,
             self.pulses,
             self.shards,
+            self.unclean,
             self.unreadable,
             self._revisions,
             self._read_at,
@@ -141,6 +145,10 @@ class ClusterView:
                 self.pulses.pop(broker, None)
                 if entry is not None:
                     self.pulses[broker] = decode_pulse(entry.value, key)
+            elif key.startswith(keys.unclean):
+                self.unclean.pop(key, None)
+                if entry is not None:
+                    self.unclean[key] = UncleanElection.decode(entry.value, key)
             elif key == keys.controller:
                 self.controller = None
                 if entry is not None:

@@ -51,6 +51,23 @@ async def until_taken(
     return False
 
 
+async def log_document(
+    logged: DocumentLog,
+    document: bytes,
+    leaf: Callable[[], Leaf],
+    what: str,
+    trail: Trail,
+    writes_here: Callable[[], bool],
+) -> bool:
+    """Give a document that nobody waits for its leaf, once; False where the log is written here no more, or by nobody before a restart."""
+    if await until_taken(lambda: logged.append(document, leaf), what, trail, writes_here):
+        return True
+    if not writes_here():
+        # Whoever goes on with the log writes it, and this broker asks nobody whether it stands: as one that never tried, it crosses on.
+        logged.lacks(sha256(document).digest())
+    return False
+
+
 class PinLeaves:
     """One per broker. `writes_here`: whether the region's audit log is this broker's to write."""
 
@@ -97,16 +114,12 @@ class PinLeaves:
             del self._writing[pin.signature]
 
     async def _append(self, pin: SignedPin) -> None:
-        document = pin.encode()
-        if await until_taken(
-            lambda: self._logged.append(document, lambda: self._leaf(pin)),
+        if await log_document(
+            self._logged, pin.encode(), lambda: self._leaf(pin),
             f"the pin of {pin.bundle.region}", self._trail, self._writes_here,
         ):  # fmt: skip
             self._stand.add(pin.signature)
             self._actors.pop(pin.signature, None)
-        elif not self._writes_here():
-            # Whoever goes on with the log writes it, and this broker asks nobody whether it stands: as one that never tried, it crosses on.
-            self._logged.lacks(sha256(document).digest())
 
     def _leaf(self, pin: SignedPin) -> Leaf:
         actor = self._actors.get(pin.signature) or self._identity

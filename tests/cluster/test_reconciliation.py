@@ -140,6 +140,11 @@ def test_every_folder_is_needed_or_named(stage: Stage) -> None:
     lone = planned(stage, {"a": heard["a"]}, ["b", "c"])
     assert isinstance(lone, Plan) and "may have been b, c" in lone.losses[0]
     assert lone.shards[0].after.unclean == lone.shards[0].after.epoch
+    for step in (reconciliation.brokers, reconciliation.shards):
+        assert all(stage.do(each) for each in step(stage.view(), lone))
+    (said,) = stage.view().unclean.values()
+    assert (said.cause, said.leader, said.end, said.given_up) == ("reconciled", "a", 5, ("b", "c"))
+    assert said.epoch == stage.record().unclean and "may have been b, c" in said.why
 
 
 def test_a_folder_that_is_older_than_the_store_is_refused(stage: Stage) -> None:

@@ -9,13 +9,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from cluster.audited import home_of, verified
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, take
 
 import felix
+from audit.leaf import Header, Kind, decode_header
+from audit.unclean_leaf import UncleanElection
 from felix.errors import RequestError
 from region.cluster.records import ShardId, ShardRecord
+from region.cluster.transactions import Transaction, state_unclean
 from region.log.companions import JournalKind
 from region.node import Node
 from region.replication import repairer
@@ -30,6 +34,20 @@ STREAM = "acme/ops/orders"
 async def region(tmp_path: Path, etcd: EtcdProcess) -> AsyncIterator[ClusteredRegion]:
     async with serving(tmp_path, etcd, 3) as region:
         yield region
+
+
+async def unclean_leaves(region: ClusteredRegion, count: int) -> list[Header]:
+    """Those of the log, which verifies, once it has so many and the store tells of no more."""
+    home = await home_of(region)
+    mirror = region.clustered(home).member.mirror
+    async with asyncio.timeout(60):
+        await mirror.until(lambda: not mirror.view.unclean)
+        found = list[Header]()
+        while len(found) < count:
+            await asyncio.sleep(0.1)
+            headers = map(decode_header, verified(region, home))
+            found = [header for header in headers if header.kind is Kind.UNCLEAN]
+    return found
 
 
 def record_of(region: ClusteredRegion, name: str, number: int = 0) -> ShardRecord:
@@ -122,6 +140,23 @@ async def test_a_copy_that_was_given_up_and_comes_back_says_at_every_broker_what
         await region.in_sync(others[0], STREAM)
         (shown,) = (await client.describe_stream(STREAM)).state
         assert shown.unclean == shown.leader_epoch
+        (leaf,) = await unclean_leaves(region, 1)
+        assert leaf.actor.endswith("/operator/operator") and leaf.action == "recover-shard"
+        assert (leaf.stream, leaf.shard, leaf.source_epoch) == (STREAM, 0, shown.unclean)
+        assert (
+            f"Broker {others[1]}, whose copy ends before record 3, leads" in leaf.sentence
+            and f"Given up: {leader} (said to be powered off)" in leaf.sentence
+        )
+        # Once, whoever writes the log later, also where the store tells it again.
+        home = await home_of(region)
+        said = UncleanElection.decode(leaf.document, "the leaf")
+        await region.stop(home)
+        next_home = await home_of(region)
+        mirror = region.clustered(next_home).member.mirror
+        again = state_unclean(mirror.view.keys, said)
+        assert await mirror.commit(Transaction((), (again,)))
+        assert await unclean_leaves(region, 1) == [leaf]
+        await region.start(home)
         said = ""
         async with asyncio.timeout(30):
             while not said:

@@ -288,9 +288,12 @@ def test_r22_an_interval_shard_goes_on_with_its_longest_copy_once_all_are_back_f
         "b": LogEnd(2, 7, ELECTION, (12, 0), (queue(7, 9),)),
     }
     assert longest(view.shards[SHARD], equal, view.brokers) == "b"
-    assert stage.do(transactions.elect_longest(view, SHARD, "b", ELECTION))
+    assert stage.do(transactions.elect_longest(view, SHARD, "b", ELECTION, ends["b"]))
     record = stage.record()
     assert (record.leader, record.epoch, record.unclean, record.isr, record.elr) == ("b", 8, 8, {"b": 2}, {})
+    (said,) = stage.view().unclean.values()
+    assert (said.cause, said.leader, said.end, said.by) == ("power-cut", "b", 12, "")
+    assert (said.incarnation, said.shard, said.epoch, said.election) == (*SHARD, 8, record.election)
 
 
 def test_r22_fsync_shards_and_replaced_folders_wait_for_whoever_has_everything() -> None:
@@ -301,6 +304,9 @@ def test_r22_fsync_shards_and_replaced_folders_wait_for_whoever_has_everything()
         replaced(stage, "a")
         assert stage.led() == ""
         assert refused(transactions.elect_longest(stage.view(), SHARD, "a", ELECTION), Reason.CHANGED)
+
+
+OPERATOR = "spiffe://us-east.acme/operator/alice"
 
 
 def recover(
@@ -322,6 +328,7 @@ def recover(
         detached_ms=900_000,
         powered_off=off,
         ends=ends or {},
+        by=OPERATOR,
     )
 
 
@@ -341,6 +348,9 @@ def test_r12_recovery_names_every_member_as_lost_and_waits_until_none_can_commit
     assert stage.do(recover(stage, "ab"))
     record = stage.record()
     assert (record.leader, record.epoch, record.unclean, record.members()) == ("c", 8, 8, {"c": 1})
+    (said,) = stage.view().unclean.values()
+    assert (said.cause, said.by, said.leader, said.end) == ("recovered", OPERATOR, "c", None)
+    assert said.given_up == ("a", "b") and not said.powered_off
 
 
 def end(epoch: int, offset: int, registration: int = 1, *journals: JournalEnd) -> LogEnd:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Final
 
+from audit.unclean_leaf import UncleanElection
 from region.cluster.membership import is_replaced
 from region.cluster.records import ShardId, ShardRecord, decode_controller, decode_shard
 from region.log.point import LogPoint
@@ -295,6 +296,16 @@ class Checks:
 
     # -- each transaction ------------------------------------------------------------------------------
 
+    def _stated(self, shard: ShardId, record: ShardRecord, before: Mapping[str, Entry | None]) -> None:
+        """What was given up is told to the audit log, by the transaction that gave it up."""
+        key = next((key for key in before if key.startswith(self.world.keys.unclean)), "")
+        entry = self.world.store.entries.get(key)
+        if entry is None:
+            raise BrokenError(f"nothing says that {shard} was given up in epoch {record.unclean}")
+        said = UncleanElection.decode(entry.value, key)
+        if (said.incarnation, said.shard, said.epoch, said.leader) != (*shard, record.unclean, record.leader):
+            raise BrokenError(f"{said} is not what {record} says")
+
     def wrote(self, client: str, before: Mapping[str, Entry | None]) -> None:
         """13, 15: of what a client's transaction wrote, as it happens, whenever that is."""
         keys, entries = self.world.keys, self.world.store.entries
@@ -306,6 +317,7 @@ class Checks:
             self._can_be_read(keys.shard_of(key), new)
             if new.unclean > old.unclean:
                 self._given_up(keys.shard_of(key), new.unclean)
+                self._stated(keys.shard_of(key), new, before)
             left = client == old.leader and not new.leader and client not in new.members()
             if (
                 (old.epoch, old.leader, old.replicas) != (new.epoch, new.leader, new.replicas)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from audit_log import OPERATOR
 from crossing_logs import (
     BRIDGE,
     CREW,
@@ -59,6 +60,7 @@ from audit.spark.report import (
 from audit.spark.table import Column, Table, Type
 from audit.tile import MemoryFiles
 from audit.trust import Trust
+from audit.unclean_leaf import UncleanElection, unclean_leaf
 from felix.errors import RequestError
 
 pytestmark = pytest.mark.spark
@@ -521,6 +523,19 @@ def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
     )  # fmt: skip
     # Somebody asks for another stream under the grant that holds for this one: its terms are not lent to the attempt.
     own.deny(CREW, START_MS + 2, 501, "No grant lets it cross.", grant_id=grant_id(DEPARTURES))
+    given_up = UncleanElection(
+        stream=DEPARTURES,
+        incarnation="ab" * 16,
+        shard=0,
+        epoch=9,
+        election="0123456789abcdef",
+        cause="recovered",
+        leader="b2",
+        end=20,
+        given_up=("b1",),
+        by=OPERATOR,
+    )
+    own.egress.append([unclean_leaf(given_up, region="us-east", time_ms=START_MS + 3, writer=OPERATOR)])
     write_log(tmp_path / "own", REGION_ORIGIN, own.egress, cosign=True)
     result = run_report([tmp_path / "own", *five.logs], tmp_path / "out", trust=trust(), session=spark)
     assert result.exit_code == EXIT_CLEAN and result.report.missing.region_logs == ()
@@ -530,6 +545,9 @@ def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
     assert CREW not in {each["stream"] for each in result.report.register.records()}
     volumes = [each for each in result.report.volumes.records() if each["stream"] == CREW]
     assert volumes and all(each["purpose"] is each["basis"] is None for each in volumes)
+    (lost,) = [each for each in result.report.exceptions.records() if each["exception"] == "unclean-election"]
+    assert (lost["severity"], lost["stream"], lost["actor"]) == ("notice", DEPARTURES, OPERATOR)
+    assert lost["sentence"] == given_up.sentence and lost["action"] == "recover-shard"
     tried = [each for each in result.report.exceptions.records() if each["grant_id"] == grant_id(DEPARTURES)]
     assert [(each["stream"], each["events"]) for each in tried if each["code"] == 501] == [(CREW, 1)]
     assert result.report.totals.denied == five.result.report.totals.denied + 2
