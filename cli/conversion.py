@@ -28,8 +28,10 @@ from cli.several import ETCD_FOLDER, start_etcd
 from felix.address import Address
 from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.real import REAL
+from felix.storage.begun import BegunFolder
 from felix.storage.disk import LOCK_NAME, PRIVATE_FILES, FileLock
 from felix.storage.small_file import TEMPORARY_SUFFIX
+from region.begun_folders import begun_folders
 from region.cluster.audit_home import AuditHome
 from region.cluster.node_file import NAME as NODE
 from region.cluster.node_file import NodeFile
@@ -62,11 +64,15 @@ async def convert(
 ) -> None:
     """Steps 1 to 4. `etcd`: where an etcd of the region's own is to listen; None where it has one. `step`: called after each.
 
-    Raises RequestError(CONFLICT) where the region is none that can be converted, UnavailableError where its broker runs.
+    Raises RequestError(CONFLICT) where the region is none that can be converted, UnavailableError where its broker runs, or a folder is not the one that was begun.
     """
     data = folder.root / config.data
     own = data / config.broker
     _check(data, own, is_begun=_is_begun(own))
+    alone = msgspec.structs.replace(config, cluster=None)
+    if not _is_begun(own):
+        # What is not mounted would be lost, as what then stands in etcd has it.
+        _require(begun_folders(folder, alone))
     async with AsyncExitStack() as stack:
         try:
             stack.enter_context(FileLock(locked := _streams(data, own)))
@@ -100,8 +106,15 @@ async def convert(
         step("marked")
         _move(data, own, step)
         step("moved")
+        moved = msgspec.structs.replace(alone, data=str(own))
+        _require(each for each in begun_folders(folder, moved) if each.path != own)
         await _write(folder, config, own, store)
         step("written")
+
+
+def _require(folders: Iterable[BegunFolder]) -> None:
+    for each in folders:
+        each.require()
 
 
 def _is_begun(own: Path) -> bool:

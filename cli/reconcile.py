@@ -101,13 +101,17 @@ def reconcile(
 
 
 def _heard(folder: RegionFolder, config: RegionConfig, held: ExitStack) -> dict[str, FolderReport]:
-    """Of this machine's folders. Their locks are held until the end. Raises UnavailableError where a broker runs."""
+    """Of this machine's folders. Their locks are held until the end. Raises UnavailableError where a broker runs, or streams are not mounted."""
+    from region.begun_folders import begun_folders
     from region.cluster.node_file import NAME
     from region.inventory import STREAMS, take_inventory
 
     found = {}
     for file in sorted((folder.root / config.data).glob(f"*/{NAME}")):
         data = file.parent
+        # Copies that are not mounted would count as lost.
+        for each in begun_folders(folder, msgspec.structs.replace(config, data=str(data), broker=data.name)):
+            each.require()
         try:
             held.enter_context(FileLock(data / STREAMS))
         except RequestError as error:

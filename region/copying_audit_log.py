@@ -29,6 +29,7 @@ from felix.runtime.port import Runtime
 from felix.storage.disk import PRIVATE_FILES
 from keys.bundle import RegionBundle
 from keys.key_file import load_signing_key
+from region.begun_folders import begun_log
 from region.cluster.audit_home import AuditHome, Before
 from region.cluster.mirror import ClusterMirror
 from region.cluster.node_file import NodeFile
@@ -81,7 +82,7 @@ async def copy_audit_log(
 ) -> Plan:
     """Have the log go on as a stream with copies. `config`: as it was read, with all brokers. The lock of the broker's data folder is held by the
     caller. Raises RequestError(CONFLICT) where it is one, or went on as one and the store was put back, UnavailableError where the broker is alive,
-    CorruptionError where its folder knows another log, what opening the log raises, and what the store raises: asked again, it is done or it finds
+    or the folder of the log is not the one that was begun, CorruptionError where its folder knows another log, what opening the log raises, and what the store raises: asked again, it is done or it finds
     it done.
     """
     assert config.cluster is not None
@@ -224,6 +225,8 @@ def _last_checkpoint(
             code=Code.NOT_FOUND,
             hint=f"Run the command where broker {config.broker} runs.",
         )
+    # An empty folder where its disk is not mounted would be signed for a log of no leaves, and there is no way back.
+    begun_log(folder, config).require()
     if (path / COPIED_PATH).exists():
         raise RequestError(
             f"The audit log {path} goes on as copies already, and the metadata store says that broker {config.broker} alone has it: the store was put back.",

@@ -42,7 +42,6 @@ from felix.messages import (
 )
 from felix.names import SpiffeId, StreamName
 from felix.runtime.port import Runtime
-from felix.storage.begun import SUFFIX, BegunFolder
 from felix.storage.disk import PRIVATE_FILES, SHARED_FILES, boot_id
 from felix.storage.port import Files
 from felix.storage.release_mark import mark_release
@@ -64,6 +63,7 @@ from region.audit_log import LOGS, AuditLog
 from region.audit_port import ArrivalLog, AuditPort
 from region.audit_requests import PassedTold, StreamsPassed
 from region.audit_server import AuditServer
+from region.begun_folders import begun_folders, begun_log
 from region.broker import Broker
 from region.broker_certificate import BrokerCertificate
 from region.budget import Budgets
@@ -220,7 +220,7 @@ async def open_broker(
     if config.cluster is None:
         # Before anything is made: a lock or a store of its own would stand where those of the region stood.
         await asyncio.to_thread(_refuse_folders, data, config.region)
-    begun = _begun_folders(folder, config, machine)
+    begun = begun_folders(folder, config, machine.files, machine.evidence)
     for each in begun:
         await asyncio.to_thread(each.require)
     machine.files.make_folder(data)
@@ -327,6 +327,10 @@ async def open_broker(
         await asyncio.to_thread(
             become_copied, data / AUDIT, before.size, bytes.fromhex(before.root), machine.evidence
         )
+    if has_audit_log and clustered is not None and audited is None:
+        # Nobody else has it.
+        begun.append(begun_log(folder, config, machine.evidence))
+        await asyncio.to_thread(begun[-1].require)
     witness, trail = await asyncio.to_thread(
         open_evidence,
         folder,
@@ -918,23 +922,6 @@ async def _refuse_cluster(store: MetadataStore, region: str) -> None:
     nodes = await store.range(f"{region_prefix(region)}nodes/", limit=1)
     if nodes.entries:
         raise _several(region)
-
-
-def _begun_folders(folder: RegionFolder, config: RegionConfig, machine: Machine) -> list[BegunFolder]:
-    """What may lie on disks of its own, the outermost first. Of one of several brokers the metadata store knows the data folder, and others have copies of the audit log."""
-    data, memory = folder.root / config.data, folder.root / f"data{SUFFIX}"
-    streams, streams_memory = data / STREAMS, data / f"{STREAMS}{SUFFIX}"
-    if config.cluster is not None:
-        up = f"felix region up {config.region} --broker {config.broker} --replace-folder"
-        lost = f"Where it is lost for good, move {data} aside, and have its copies made anew: {up} (docs/clusters.md, A data folder is lost)."
-        return [BegunFolder(machine.files, streams, streams_memory, lost)]
-    empty = f"Where it is lost for good, and streams are to begin empty: remove {streams_memory}."
-    gone = "Where it is lost for good: docs/operations.md, When a region's audit log is gone for good."
-    return [
-        BegunFolder(machine.files, data, memory, gone),
-        BegunFolder(machine.files, streams, streams_memory, empty),
-        BegunFolder(machine.evidence, data / AUDIT, data / f"{AUDIT}{SUFFIX}", gone),
-    ]
 
 
 def _refuse_folders(data: Path, region: str) -> None:

@@ -30,12 +30,14 @@ _NOTHING: Final = frozenset({"lock", "lost+found"})
 
 
 class BegunFolder(NamedTuple):
-    """`memory`: the file that remembers it: without it the folder would begin anew. `lost`: what to do where its disk is lost for good; a sentence."""
+    """`memory`: the file that remembers it: without it the folder would begin anew. `lost`: what to do where its disk is lost for good; a sentence. `apart`: names of folders in it that may lie on disks of their
+    own: they are there, as what these are mounted at, where its own disk is not."""
 
     files: Files
     path: Path
     memory: Path
     lost: str
+    apart: frozenset[str] = frozenset()
 
     def require(self) -> None:
         """Before anything is written there. Raises UnavailableError where it is not the folder that is remembered; OSError where that cannot be read."""
@@ -43,12 +45,12 @@ class BegunFolder(NamedTuple):
         if not remembered:
             return
         found = read_line(self.files, self.path / MARK)
-        if found == remembered or (not found and _holds_something(self.files, self.path)):
+        if found == remembered or (not found and self._holds_something()):
             return
         if found:
             what = f"{self.path} is not the folder that was used here before: another disk is mounted in its place, or somebody moved it."
         else:
-            what = f"{self.path} is empty, and was not when it was used last: its disk is not mounted, or somebody moved what was in it."
+            what = f"{self.path} is empty{self._but_for()}, and was not when it was used last: its disk is not mounted, or somebody moved what was in it."
         raise UnavailableError(
             what,
             hint=f"Nothing was written there. Put the right one back, or its backup, and start again. {self.lost}",
@@ -74,9 +76,16 @@ class BegunFolder(NamedTuple):
                 raise
             log.warning("it is not remembered that %s was begun: %s", self.path, error)
 
+    def _names(self) -> set[str]:
+        try:
+            return set(self.files.names(self.path))
+        except FileNotFoundError:
+            return set()
 
-def _holds_something(files: Files, folder: Path) -> bool:
-    try:
-        return not _NOTHING.issuperset(files.names(folder))
-    except FileNotFoundError:
-        return False
+    def _holds_something(self) -> bool:
+        return not self._names() <= _NOTHING | self.apart
+
+    def _but_for(self) -> str:
+        """What is there, and does not count, as the end of a clause."""
+        apart = sorted(self._names() & self.apart)
+        return f" but for {' and '.join(apart)}" if apart else ""

@@ -1,16 +1,27 @@
-"""A broker whose folder of streams is not mounted does not start, so that nobody follows its empty copies."""
+"""Of several brokers: one whose folder of streams is not mounted does not start, so that nobody follows its empty copies; nor does one that alone has the audit log, where that is not. And no command takes an
+empty folder for what was in it."""
 
 from __future__ import annotations
 
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cli.conversion import convert
+from cli.reconcile import _heard
+from cluster.audited import verified
 from cluster.clustered_region import serving
+from cluster.test_copying_audit_log import LEAVES, copied, one_disk
 from etcd_process import EtcdProcess, etcd_of_each_test
-from region_peer import payloads
+from ports import claim_port
+from region_home import make_region, running
+from region_peer import client, payloads
 
+from felix.address import Address
 from felix.errors import UnavailableError
-from region.inventory import STREAMS
+from region.config import load_config
+from region.inventory import AUDIT, STREAMS
 from region.node import Node
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -38,6 +49,8 @@ async def test_a_folder_of_streams_that_is_not_mounted_is_no_copy(tmp_path: Path
         with pytest.raises(UnavailableError, match=f"{place} is empty, and was not") as refused:
             await Node.start(region.folder, config)
         assert f"--broker {leader} --replace-folder" in refused.value.hint
+        with ExitStack() as held, pytest.raises(UnavailableError, match=f"{place} is empty, and was not"):
+            _heard(region.folder, region.config, held)
         await region.start(*others)
         async with region.client(others[0]) as client:
             assert await payloads(client, STREAM, 20) == wanted
@@ -47,3 +60,43 @@ async def test_a_folder_of_streams_that_is_not_mounted_is_no_copy(tmp_path: Path
         async with region.client(leader) as client:
             await region.in_sync(leader, STREAM)
             assert await payloads(client, STREAM, 20) == wanted
+
+
+async def test_an_audit_log_that_one_broker_alone_has_is_not_begun_anew_and_no_empty_folder_is_signed_for_it(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with one_disk(tmp_path, etcd) as region:
+        place = region.folder.root / region.config.of_broker("b1").data / AUDIT
+        away = place.rename(tmp_path / "away")
+        place.mkdir()
+        for starts in (region.start("b1"), copied(region, etcd), copied(region, etcd, dry_run=True)):
+            with pytest.raises(UnavailableError, match=f"{place} is empty, and was not"):
+                await starts
+        assert list(place.iterdir()) == []
+        place.rmdir()
+        away.rename(place)
+        assert (await copied(region, etcd)).leaves == LEAVES
+        await region.start("b1")
+        await region.stop()
+        assert len(verified(region, "b1")) == LEAVES
+
+
+@pytest.mark.parametrize("name", ["data", "data/streams", "data/audit"])
+async def test_a_region_is_not_converted_while_a_folder_of_it_is_not_mounted(
+    tmp_path: Path, name: str
+) -> None:
+    folder = make_region(tmp_path, "us-east")
+    config = load_config(folder.config)
+    async with running(folder), client(folder) as region:
+        await region.create_stream(STREAM)
+        await region.stream(STREAM).publish(b"0")
+    place = folder.root / name
+    away = place.rename(tmp_path / "away")
+    (place / "streams" if name == "data" else place).mkdir(parents=True)
+    with pytest.raises(UnavailableError, match=f"{place} is empty"):
+        await convert(folder, config, Address("127.0.0.1", claim_port()))
+    assert not (folder.root / "data" / config.broker).exists()
+    shutil.rmtree(place)
+    away.rename(place)
+    async with running(folder), client(folder) as region:
+        assert await payloads(region, STREAM, 1) == [b"0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,29 @@ async def test_a_region_does_not_begin_anew_in_a_folder_that_is_not_mounted(
     assert _all_of(folder) == before
     assert ("remove" in refused.value.hint) == (name == "data/streams")
     place.rmdir()
+    away.rename(place)
+    async with running(folder), client(folder) as region:
+        assert await region.stream("acme/ops/orders").publish(b"two") == 1
+
+
+@pytest.mark.parametrize("names", [("streams",), ("audit",), ("audit", "streams")])
+async def test_folders_that_disks_of_their_own_are_mounted_at_are_no_data_folder(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    folder = us_east(tmp_path)
+    async with running(folder), client(folder) as region:
+        await region.create_stream("acme/ops/orders")
+        await region.stream("acme/ops/orders").publish(b"one")
+    place = folder.root / "data"
+    away = place.rename(tmp_path / "away")
+    for name in names:
+        # The disk of that one is there.
+        shutil.copytree(away / name, place / name)
+    before = _all_of(folder)
+    with pytest.raises(UnavailableError, match=f"data is empty but for {' and '.join(names)}, and was not"):
+        await Node.start(folder, load_config(folder.config))
+    assert _all_of(folder) == before
+    shutil.rmtree(place)
     away.rename(place)
     async with running(folder), client(folder) as region:
         assert await region.stream("acme/ops/orders").publish(b"two") == 1
