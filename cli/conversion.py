@@ -44,7 +44,7 @@ from region.metadata.genesis import ROOT
 from region.metadata.port import MetadataStore
 from region.metadata.transaction import OPERATIONS_MAX, TRANSACTION_BYTES_MAX, Absent, Delete, Entry, Put
 from region.reconciling import Reconciler
-from region.startup import open_store
+from region.startup.store import open_store
 
 METADATA: Final = "metadata.db"
 """The embedded store, in the data folder."""

@@ -65,7 +65,7 @@ def copy_audit_log(
 async def _is_copied(folder: RegionFolder, config: RegionConfig) -> bool:
     """Whether it was done before, of a region that runs here; what is recorded tells."""
     from region.copying_audit_log import where
-    from region.startup import open_store
+    from region.startup.store import open_store
 
     async with AsyncExitStack() as stack:
         store = await open_store(folder, config, REAL)
@@ -79,7 +79,7 @@ async def _copy(folder: RegionFolder, config: RegionConfig, *, dry_run: bool) ->
     from region.copying_audit_log import copy_audit_log as copy
     from region.copying_audit_log import where
     from region.inventory import STREAMS
-    from region.startup import open_store
+    from region.startup.store import open_store
     from region.trusted_bundles import own_bundle
 
     async with AsyncExitStack() as stack:

@@ -152,7 +152,7 @@ async def _reconcile(
     """The plan, and whether it was carried out."""
     from cli.several import ETCD_FOLDER, start_etcd
     from region.reconciling import Reconciler
-    from region.startup import open_store
+    from region.startup.store import open_store
 
     assert config.cluster is not None
     is_here = (folder.root / ETCD_FOLDER).is_dir()

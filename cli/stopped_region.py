@@ -82,7 +82,7 @@ class StoppedRegion:
 
 async def _open(folder: RegionFolder, config: RegionConfig, stack: AsyncExitStack) -> MetadataStore:
     from cli.several import ETCD_FOLDER, start_etcd
-    from region.startup import open_store
+    from region.startup.store import open_store
 
     if (folder.root / ETCD_FOLDER).is_dir():
         stack.push_async_callback((await start_etcd(folder, config)).end)

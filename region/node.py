@@ -33,7 +33,8 @@ from region.metrics import BrokerCollector
 from region.replicas import Replicas
 from region.replication.links import PEER_ALPN
 from region.session import ClientSession
-from region.startup import THIS_MACHINE, Machine, Parts, open_broker
+from region.startup.broker import Parts, open_broker
+from region.startup.ground import THIS_MACHINE, Machine
 
 log = logging.getLogger("felix.region.node")
 

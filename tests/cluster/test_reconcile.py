@@ -35,7 +35,7 @@ from region.inventory import take_inventory
 from region.log.companions import log_number
 from region.reconciliation import FolderReport, Plan
 from region.reconciling import Reconciler
-from region.startup import open_store
+from region.startup.store import open_store
 
 pytestmark = pytest.mark.etcd
 NAMES = ("b1", "b2", "b3")

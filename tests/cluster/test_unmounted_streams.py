@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cli.conversion import convert
-from cli.reconcile import _heard
 from cluster.audited import verified
 from cluster.clustered_region import serving
 from cluster.test_copying_audit_log import LEAVES, copied, one_disk
@@ -18,6 +16,8 @@ from ports import claim_port
 from region_home import make_region, running
 from region_peer import client, payloads
 
+from cli.conversion import convert
+from cli.reconcile import _heard
 from felix.address import Address
 from felix.errors import UnavailableError
 from region.config import load_config

@@ -48,7 +48,7 @@ from region.config import load_config
 from region.folder import RegionFolder
 from region.metadata.memory import MemoryStore
 from region.node import Node
-from region.startup import Machine
+from region.startup.ground import Machine
 
 REGIONS: Final = {"us-east": "us", "eu-west": "eu"}
 """By region, the host that its broker runs on."""
