@@ -17,9 +17,10 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from ports import claim_port
 from region_home import make_region, running
 from region_peer import client, payloads
+from small_disk import small_disk
 
 from felix.address import Address
-from felix.errors import UnavailableError
+from felix.errors import RequestError, UnavailableError
 from region.config import load_config
 from region.inventory import AUDIT, STREAMS
 from region.node import Node
@@ -100,3 +101,19 @@ async def test_a_region_is_not_converted_while_a_folder_of_it_is_not_mounted(
     away.rename(place)
     async with running(folder), client(folder) as region:
         assert await payloads(region, STREAM, 1) == [b"0"]
+
+
+async def test_a_region_is_not_converted_while_a_disk_is_mounted_in_its_data_folder(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    config = load_config(folder.config)
+    place = folder.root / "data" / "streams"
+    place.mkdir(parents=True)
+    with small_disk(place, "64m"):
+        async with running(folder), client(folder) as region:
+            await region.create_stream(STREAM)
+            await region.stream(STREAM).publish(b"0")
+        with pytest.raises(RequestError, match=f"A disk is mounted at {place}"):
+            await convert(folder, config, Address("127.0.0.1", claim_port()))
+        assert not (folder.root / "data" / config.broker).exists()
+        async with running(folder), client(folder) as region:
+            assert await payloads(region, STREAM, 1) == [b"0"]
