@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
 
@@ -38,7 +39,7 @@ from bridge.crossing import (
 )
 from bridge.endpoint import RegionEndpoint
 from bridge.link import Announced, LinkEvent, OnTheWay, SendWindow, Todo
-from bridge.link_context import Link, LinkContext, LinkMemory
+from bridge.link_context import LARGE_BYTES, Link, LinkContext, LinkMemory
 from bridge.link_opening import LinkOpening
 from bridge.plan import PlannedLink, Verdict
 from bridge.tracing import CrossingTracing
@@ -425,18 +426,46 @@ class LinkSession:
     async def _cross(self, item: SealedBatch, header: BatchHeader, rate: TokenBucket | None) -> bool:
         """Steps 5 to 8 for one batch. False where the grant does not hold any more, or its rate asks for a pause; then the rest of it stays."""
         self._context.failpoints.at("read")
-        try:
-            return await self._cross_stepped(item, header, rate)
-        except _InterruptedError:
-            return False
-
-    async def _cross_stepped(self, item: SealedBatch, header: BatchHeader, rate: TokenBucket | None) -> bool:
-        """As `_cross`. Raises _InterruptedError where the link is to stop."""
-        context, window, route, at = self._context, self._window, self._route, self._context.failpoints.at
-        assert window is not None and route is not None
         data_key = self._data_keys.get(header.key_id)
         if data_key is None:
             data_key = await self._take_data_key(header)
+        try:
+            async with self._place(header.plain_length):
+                return await self._cross_stepped(item, header, data_key, rate)
+        except _InterruptedError:
+            return False
+
+    @asynccontextmanager
+    async def _place(self, plain_bytes: int) -> AsyncIterator[None]:
+        """Wait for one, where the batch is a large one. Raises as `_require_going`."""
+        large = self._context.large
+        if plain_bytes <= LARGE_BYTES:
+            yield
+            return
+        while True:
+            self._require_going()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S):
+                    await large.acquire()
+                    break
+        try:
+            yield
+        finally:
+            large.release()
+
+    def _require_going(self) -> None:
+        """Raises _InterruptedError where the link is to stop, and what ends the session."""
+        if self._failed is not None:
+            raise self._failed
+        if self._link.is_leaving or self._link.row.verdict is not Verdict.RUN:
+            raise _InterruptedError
+
+    async def _cross_stepped(
+        self, item: SealedBatch, header: BatchHeader, data_key: DataKey, rate: TokenBucket | None
+    ) -> bool:
+        """As `_cross`. Raises _InterruptedError where the link is to stop."""
+        context, window, route, at = self._context, self._window, self._route, self._context.failpoints.at
+        assert window is not None and route is not None
         opened = await self._stepped(open_sealed(item.body, data_key))  # 5
         at("open")
         sorted_ = await self._stepped(sort_records(opened, route, self._before))  # 6
@@ -481,8 +510,7 @@ class LinkSession:
         return True
 
     async def _stepped(self, steps: Steps[T]) -> T:
-        """What the steps end with. However much there is to do for a batch, others have as long as it, where they want it. Raises _InterruptedError where the link is to stop,
-        and what ends the session."""
+        """What the steps end with. However much there is to do for a batch, others have as long as it, where they want it. Raises as `_require_going`."""
         monotonic = self._context.runtime.clock.monotonic
         begun = monotonic()
         while True:
@@ -503,10 +531,7 @@ class LinkSession:
         while now < end:
             before = now
             await asyncio.sleep(0)
-            if self._failed is not None:
-                raise self._failed
-            if self._link.is_leaving or self._link.row.verdict is not Verdict.RUN:
-                raise _InterruptedError
+            self._require_going()
             now = monotonic()
             if now - before < IDLE_TURN_S:
                 return

@@ -420,6 +420,7 @@ async def _costly(is_leaving_after_s: float | None = None) -> tuple[float, float
         require_allowed=lambda row, now_ms: None,
         require_whole=lambda region, link: None,
         held=str,
+        large=asyncio.Semaphore(1),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
@@ -480,6 +481,7 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
         require_allowed=lambda row, now_ms: None,
         require_whole=lambda region, link: None,
         held=str,
+        large=asyncio.Semaphore(1),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
