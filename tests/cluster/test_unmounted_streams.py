@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cli.conversion import convert
-from cli.reconcile import _heard
 from cluster.audited import verified
 from cluster.clustered_region import serving
 from cluster.test_copying_audit_log import LEAVES, copied, one_disk
@@ -19,6 +17,8 @@ from region_home import make_region, running
 from region_peer import client, payloads
 from small_disk import small_disk
 
+from cli.conversion import convert
+from cli.reconcile import _heard
 from felix.address import Address
 from felix.errors import RequestError, UnavailableError
 from region.config import load_config
