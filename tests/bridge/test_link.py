@@ -89,6 +89,20 @@ def test_a_new_link_crosses_from_where_the_destination_stands() -> None:
         held.judge(30, 39)
 
 
+def test_of_a_batch_that_is_cut_into_many_no_more_leave_than_may_be_on_the_way() -> None:
+    """The destination ends the session of who sends more, and with it all links to it; and again when they are sent again."""
+    held = window()
+    ways = [way(10 * at, 10 * at + 9) for at in range(3 * WINDOW)]
+    for each in ways:
+        held.judge(each.first_offset, each.last_offset)
+        held.put(each)
+        held.durable(each)
+    for at in range(len(ways)):
+        assert held.sendable() == (ways[:WINDOW] if not at else ways[WINDOW + at - 1 :][:1])
+        assert held.answered(ways[at].last_offset + 1) is ways[at]
+    assert held.is_empty
+
+
 def test_nothing_leaves_before_its_leaves_are_durable_and_in_order() -> None:
     held = window()
     first, second = way(0, 9), way(10, 19)
