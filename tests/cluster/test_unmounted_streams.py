@@ -73,6 +73,13 @@ async def test_an_audit_log_that_one_broker_alone_has_is_not_begun_anew_and_no_e
         for starts in (region.start("b1"), copied(region, etcd), copied(region, etcd, dry_run=True)):
             with pytest.raises(UnavailableError, match=f"{place} is empty, and was not"):
                 await starts
+        # With a release of before, nobody remembers it.
+        memory = place.with_name("audit.begun")
+        told = memory.read_text()
+        memory.unlink()
+        with pytest.raises(RequestError, match="There is no audit log in"):
+            await copied(region, etcd)
+        memory.write_text(told)
         assert list(place.iterdir()) == []
         place.rmdir()
         away.rename(place)
