@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from approvers import roots, with_approvals
 from departures import DAY, terms
+from msgspec.structs import replace
 
 from bridge.plan import PlannedLink, Verdict, plan_links
 from felix.errors import Code
@@ -209,3 +210,25 @@ def test_beyond_the_limit_links_wait_and_say_so() -> None:
     export, accepted, _ = halves()
     found = rows(export, accepted, streams=stream(shards=5), links_max=3)
     assert [row.verdict for row in found] == [Verdict.RUN] * 3 + [Verdict.WAIT] * 2
+
+
+def test_beyond_the_limit_no_later_stream_takes_the_place_of_an_earlier_one_nor_of_one_that_is_granted_by_name() -> (
+    None
+):
+    by_name = halves(stream="acme/ops/zulu", destination_stream="acme/ops/zulu")
+    pattern = halves(stream="acme/ops/y*", destination_stream="acme/ops/y*", wildcard=True)
+    made = {"acme/ops/yankee": (NOW - 2, 2), "acme/ops/yaa": (NOW - 1, 200), "acme/ops/zulu": (NOW, 1)}
+    streams = {
+        name: replace(stream(name, shards)[name], created_ms=created_ms)
+        for name, (created_ms, shards) in made.items()
+    }
+    found = rows(*by_name[:2], *pattern[:2], streams=streams, links_max=5)
+    running = [(row.stream, row.shard) for row in found if row.verdict is Verdict.RUN]
+    assert sorted(running) == [
+        ("acme/ops/yaa", 0),
+        ("acme/ops/yaa", 1),
+        ("acme/ops/yankee", 0),
+        ("acme/ops/yankee", 1),
+        ("acme/ops/zulu", 0),
+    ]
+    assert found == tuple(sorted(found, key=lambda row: row[:3]))
