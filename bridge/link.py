@@ -265,7 +265,7 @@ class SendWindow:
 
     def sendable(self) -> list[OnTheWay]:
         """The envelopes that may leave now, in order; each is given once. One batch may have made more than may be on the way, and those wait."""
-        found = []
+        found = list[OnTheWay]()
         sent = [each.frame_bytes for each in self._on_the_way if each.is_sent]
         left, sent_bytes = self._envelopes_max - len(sent), sum(sent)
         for each in self._on_the_way:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ from approvers import roots, with_approvals
 from departures import DAY, terms
 from msgspec.structs import replace
 
+from bridge.agent import Agent
 from bridge.plan import PlannedLink, Verdict, plan_links
 from felix.errors import Code
-from felix.messages import StreamState
+from felix.messages import ListStreams, StreamPage, StreamState
 from felix.names import SpiffeId
 from felix.settings import Durability, Retention
 from keys.signing import SigningKey
@@ -232,3 +235,24 @@ def test_beyond_the_limit_no_later_stream_takes_the_place_of_an_earlier_one_nor_
         ("acme/ops/zulu", 0),
     ]
     assert found == tuple(sorted(found, key=lambda row: row[:3]))
+
+
+async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [f"acme/ops/a{number}" for number in range(5)] + [f"acme/ops/b{number}" for number in range(5)]
+
+    async def pages(_: Any, listed: ListStreams, *__: Any) -> AsyncIterator[StreamPage]:
+        for name in made:
+            if name.startswith(listed.prefix):
+                yield StreamPage([stream(name)[name]])
+
+    monkeypatch.setattr("bridge.agent.pages", pages)
+    monkeypatch.setattr("bridge.agent.STREAMS_MAX", 3)
+    exports = [
+        halves(stream=f"acme/ops/{first}*", destination_stream=f"acme/ops/{first}*", wildcard=True)[0]
+        for first in "ab"
+    ]
+    source = SimpleNamespace(connection=lambda: None)
+    agent: Any = SimpleNamespace(
+        context=SimpleNamespace(bridge=BRIDGE, source=source), _book=GrantBook(exports, TRUSTED)
+    )
+    assert sorted(await Agent._streams(agent)) == [*made[:3], *made[5:8]]
