@@ -14,6 +14,7 @@ Callers: cli.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -84,6 +85,8 @@ def restore_log(
     checkpoint = log.open(data).checkpoint
     if origin and origin != log.name:
         raise _another(path, origin, log)
+    if path.is_mount():
+        raise _mounted(path)
     before = [log.open_kept(note).checkpoint for note in notes_of(remembered, log.name)]
     lock = Folder(path, files).lock(hint="Stop the broker, or the bridge, that writes it.")
     try:
@@ -185,6 +188,14 @@ def _signed_there(standing: Folder, log: LogTrust, size: int) -> list[Checkpoint
     return found
 
 
+def _mounted(path: Path) -> RequestError:
+    return RequestError(
+        f"A disk is mounted at {path}, so no other folder can take its place.",
+        code=Code.CONFLICT,
+        hint=f"Copy what is on it to a folder elsewhere (cp -a), restore into that one, and put what is then in it on the disk, in place of what is there: {path} has to have all of it, and nothing else.",
+    )
+
+
 def _another(path: Path, name: str, log: LogTrust) -> RequestError:
     return RequestError(
         f"{path} is the place of the log {name[:200]}, and this is a copy of {log.name}.",
@@ -258,12 +269,19 @@ def _behind(standing: Folder, staged: Folder, size: int) -> list[bytes]:
 def _replace(path: Path, staged: Path, standing: Folder | None, files: port.Files) -> Path | None:
     """Put it in place, durably; its bytes and names are. Returns where what stood there is."""
     aside = None if standing is None else path.with_name(path.name + REPLACED)
-    if standing is not None and standing.path == path:
-        assert aside is not None
-        files.rename(path, aside)
-    else:
-        # Our lock alone.
-        files.remove_folder(path)
+    try:
+        if standing is not None and standing.path == path:
+            assert aside is not None
+            files.rename(path, aside)
+        else:
+            # Our lock alone.
+            files.remove_folder(path)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        # A folder of the same disk, mounted there.
+        files.remove_folder(staged)
+        raise _mounted(path) from error
     try:
         files.rename(staged, path)
     except OSError as error:

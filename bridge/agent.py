@@ -118,7 +118,7 @@ PROBLEMS_MAX: Final = 100
 DESCRIBE_S: Final = 2.0
 """How long a plan waits for one stream's leader."""
 STREAMS_MAX: Final = 1_000
-"""Streams that are looked at for wildcard grants."""
+"""Streams that are looked at for a wildcard grant."""
 
 
 class _Uncosigned(NamedTuple):
@@ -748,12 +748,14 @@ class Agent:
                     with suppress(RequestError):
                         found[name] = await self._described(connection, name)
                 continue
-            listed = ListStreams(name[: name.index("*")], "", 100)
+            listed, fitting = ListStreams(name[: name.index("*")], "", 100), 0
             async for page in pages(connection, listed, "streams", lambda page: page.streams[-1].stream):
                 for state in page.streams:
                     if NamePattern(name).matches(StreamName.parse(state.stream)):
                         found[state.stream] = state
-                if len(found) >= STREAMS_MAX:
+                        fitting += 1
+                # Of each grant by itself: who makes streams that one fits hides none of another's.
+                if fitting >= STREAMS_MAX:
                     break
         return found
 

@@ -16,14 +16,19 @@ Invariants:
 - every record of the batch is in exactly one leaf, or in none where the batch was cut below `first_offset`;
 - it fails closed: a record, or a whole batch, that cannot be read is withheld;
 - one batch makes one envelope; only where that would pass the wire's limit is it halved, always in the same places.
+
+A batch of a kilobyte on the wire may hold 65,536 records, or two million values that rules are applied to: what is done for each of them is a generator,
+which `finished` runs through at once, and a link step by step, so that nobody else of the agent waits for it. A step takes a few
+milliseconds, and one record of 16,384 values some 100.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from itertools import islice
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -37,8 +42,8 @@ from audit.leaf import (
     Kind,
     Leaf,
     Side,
+    iter_packed,
     pack_entries,
-    pack_parts,
     split_leaves,
 )
 from felix.batch import (
@@ -83,6 +88,26 @@ _CODES: Final = {
     PATH_UNKNOWN: Code.LOOP_REFUSED,
 }
 _TOO_LARGE: Final = (Code.BATCH_TOO_LARGE, Code.ENVELOPE_INVALID)
+STEP_RECORDS: Final = 256
+"""Records of one step: a few milliseconds, whatever is done for each, unless they are long."""
+STEP_BYTES: Final = 2_048
+"""Bytes of payloads after which a step ends that applies rules, however few records they are: a value may take two bytes, and ten microseconds."""
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that ends with a result; between two steps others may have their turn."""
+
+
+def finished(steps: Steps[T]) -> T:
+    """What they end with. Raises what they do."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            found: T = ended.value
+            return found
+
+
 SENTENCE_CHARS_MAX: Final = 500
 """Of the first record's reason, in a WITHHELD leaf."""
 
@@ -208,7 +233,15 @@ class SealedRange(NamedTuple):
         return self.last_offset + 1
 
 
-def open_sealed(body: bytes | memoryview, data_key: DataKey) -> OpenedBatch:
+class Packed(NamedTuple):
+    """The entries of a range's leaves."""
+
+    crossing: bytes
+    """none where nothing crosses"""
+    staying: tuple[tuple[Staying, bytes], ...]
+
+
+def open_sealed(body: bytes | memoryview, data_key: DataKey) -> Steps[OpenedBatch]:
     """Step 5. Raises TamperError where the batch is not what was sealed, RequestError(BATCH_MALFORMED) for no batch.
 
     A body that decrypts and is no list of records is its producer's fault: the batch is withheld, and nothing raises.
@@ -217,14 +250,24 @@ def open_sealed(body: bytes | memoryview, data_key: DataKey) -> OpenedBatch:
     digest = hashlib.sha256(body).digest()
     plain = open_batch(data_key, sealed)
     records: list[Record] | None
+    yield
     try:
-        records, problem = list(decode_records(plain)), ""
+        records, problem = (yield from _listed(decode_records(plain))), ""
     except RequestError as error:
         records, problem = None, error.sentence
     return OpenedBatch(plain.header, digest, sealed.header.key_id, records, problem, plain)
 
 
-def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = None) -> SortedBatch:
+def _listed(items: Iterable[T]) -> Steps[list[T]]:
+    """All of them, some at a time."""
+    found, left = list[T](), iter(items)
+    while some := list(islice(left, STEP_RECORDS)):
+        found += some
+        yield
+    return found
+
+
+def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = None) -> Steps[SortedBatch]:
     """Step 6. `before`: source offsets that crossed before a resend, and stay."""
     header = opened.header
     staying: dict[str, Staying] = {}
@@ -245,7 +288,12 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
     crossing: list[Record] = []
     transform, own_path = route.transform.record, route.own_path
     plain_headers: Mapping[str, bytes] = {PATH_HEADER: own_path}
-    for record in opened.records:
+    stepped = 0
+    for at, record in enumerate(opened.records, 1):
+        stepped += len(record.payload)
+        if at % STEP_RECORDS == 0 or stepped >= STEP_BYTES:
+            stepped = 0
+            yield
         if before is not None and record.offset in before:
             stay(CROSSED_BEFORE, "It crossed before the resend.", record)
             continue
@@ -303,27 +351,29 @@ def _extend_path(record: Record, route: Route) -> bytes | tuple[str, str]:
     return encode_path(longer)
 
 
-def seal_ranges(sorted_: SortedBatch, route: Route, first_offset: int = 0) -> list[SealedRange]:
+def seal_ranges(sorted_: SortedBatch, route: Route, first_offset: int = 0) -> Steps[list[SealedRange]]:
     """Step 7: usually one range. Records below `first_offset` are left out: they are at the destination already."""
     header = sorted_.opened.header
     last = header.next_offset - 1
-    ranges = _seal(sorted_, route, header.base_offset, last, sorted_.crossing)
+    ranges = yield from _seal(sorted_, route, header.base_offset, last, sorted_.crossing)
     kept = [found for found in ranges if found.last_offset >= first_offset]
     if kept and kept[0].first_offset < first_offset:
         # Only where a source's log, or a link, begins inside a batch.
         cut = [record for record in kept[0].crossing if record.offset >= first_offset]
-        kept[:1] = _seal(sorted_, route, first_offset, kept[0].last_offset, cut)
+        kept[:1] = yield from _seal(sorted_, route, first_offset, kept[0].last_offset, cut)
     return kept
 
 
 def _seal(
     sorted_: SortedBatch, route: Route, first: int, last: int, crossing: list[Record]
-) -> list[SealedRange]:
+) -> Steps[list[SealedRange]]:
     source = sorted_.opened.header
     try:
         path = _regions(crossing)
-        parts = _encode_parts(crossing) if crossing else None
+        yield
+        parts = (yield from _encode_parts(crossing)) if crossing else None
         batch = _encode(source, parts) if parts is not None else None
+        yield
         envelope = seal_envelope(
             route.key,
             route.agent,
@@ -339,11 +389,13 @@ def _seal(
         # regions than a leaf names.
         if first == last:
             failed = _failed(sorted_, crossing, error.sentence)
-            return _seal(sorted_._replace(staying=(*sorted_.staying, failed)), route, first, last, [])
+            staying = (*sorted_.staying, failed)
+            return (yield from _seal(sorted_._replace(staying=staying), route, first, last, []))
         middle = (first + last) // 2
         low = [record for record in crossing if record.offset <= middle]
         high = [record for record in crossing if record.offset > middle]
-        return _seal(sorted_, route, first, middle, low) + _seal(sorted_, route, middle + 1, last, high)
+        before = yield from _seal(sorted_, route, first, middle, low)
+        return before + (yield from _seal(sorted_, route, middle + 1, last, high))
     size = parts.size_bytes if parts is not None else 0
     return [
         SealedRange(
@@ -367,8 +419,17 @@ def _failed(sorted_: SortedBatch, records: list[Record], sentence: str) -> Stayi
     return Staying(TRANSFORM_FAILED, sentence[:SENTENCE_CHARS_MAX], originals)
 
 
-def _encode_parts(crossing: list[Record]) -> Parts:
-    return encode_parts([NewRecord(record.payload, record.key, record.headers) for record in crossing])  # type: ignore[arg-type]
+def _encode_parts(crossing: list[Record]) -> Steps[Parts]:
+    """As `encode_parts` of them all."""
+    payloads, keys, headers = list[Buffer](), list[Buffer](), list[Buffer]()
+    for at in range(0, len(crossing), STEP_RECORDS):
+        some = crossing[at : at + STEP_RECORDS]
+        parts = encode_parts([NewRecord(each.payload, each.key, each.headers) for each in some])  # type: ignore[arg-type]
+        payloads += parts.payloads
+        keys += parts.keys or [b""] * len(some)
+        headers += parts.headers or [b""] * len(some)
+        yield
+    return Parts(payloads, keys if any(keys) else None, headers if any(headers) else None)
 
 
 def _encode(source: BatchHeader, parts: Parts) -> Batch:
@@ -383,16 +444,26 @@ def _encode(source: BatchHeader, parts: Parts) -> Batch:
     return batch.with_header(replace(batch.header, append_time_ms=source.append_time_ms))
 
 
-def range_entries(sealed: SealedRange, route: Route) -> bytes:
-    """The packed entries of what crosses; none where nothing does."""
-    if sealed.parts is None:
-        return b""
-    offsets = [record.offset for record in sealed.crossing]
-    return pack_parts(offsets, sealed.sorted.opened.header.append_time_ms, sealed.parts, route.committer)
+def range_entries(sealed: SealedRange, route: Route, *, withheld: bool = True) -> Steps[Packed]:
+    """The packed entries of its leaves. `withheld`: also of those of what stays, which are made once."""
+    opened, crossing = sealed.sorted.opened, b""
+    if sealed.parts is not None:
+        offsets = [record.offset for record in sealed.crossing]
+        packed = iter_packed(offsets, opened.header.append_time_ms, sealed.parts, route.committer)
+        crossing = b"".join((yield from _listed(packed)))
+    staying = []
+    for held in sealed.sorted.staying if withheld else ():
+        records = [
+            record for record in held.records if sealed.first_offset <= record.offset <= sealed.last_offset
+        ]
+        if records:
+            yield
+            staying.append((held, (yield from _withheld_entries(opened, records, route.withheld))))
+    return Packed(crossing, tuple(staying))
 
 
-def range_leaves(sealed: SealedRange, entries: bytes, route: Route, time_ms: int) -> list[Leaf]:
-    """Step 8: WITHHELD leaves, then INTENT leaves, which list `entries`. Where nothing crosses, the one INTENT lists no records."""
+def range_leaves(sealed: SealedRange, packed: Packed, route: Route, time_ms: int) -> list[Leaf]:
+    """Step 8: WITHHELD leaves, then INTENT leaves, which list these entries. Where nothing crosses, the one INTENT lists no records."""
     opened = sealed.sorted.opened
     common = msgspec.structs.replace(
         route.template,
@@ -403,31 +474,34 @@ def range_leaves(sealed: SealedRange, entries: bytes, route: Route, time_ms: int
         source_batch_sha256=opened.sha256,
     )
     leaves: list[Leaf] = []
-    for held in sealed.sorted.staying:
-        records = [
-            record for record in held.records if sealed.first_offset <= record.offset <= sealed.last_offset
-        ]
-        if records:
-            header = msgspec.structs.replace(
-                common,
-                kind=Kind.WITHHELD,
-                commitment_key_id=route.withheld.key_id,
-                reason=held.reason,
-                code=int(_CODES.get(held.reason, 0)),
-                sentence=held.sentence,
-            )
-            leaves += split_leaves(header, _withheld_entries(opened, records, route.withheld))
+    for held, entries in packed.staying:
+        header = msgspec.structs.replace(
+            common,
+            kind=Kind.WITHHELD,
+            commitment_key_id=route.withheld.key_id,
+            reason=held.reason,
+            code=int(_CODES.get(held.reason, 0)),
+            sentence=held.sentence,
+        )
+        leaves += split_leaves(header, entries)
     header = msgspec.structs.replace(common, envelope_sha256=sealed.envelope_sha256, path=sealed.path)
-    return leaves + split_leaves(header, entries)
+    return leaves + split_leaves(header, packed.crossing)
 
 
-def _withheld_entries(opened: OpenedBatch, records: list[Record], committer: Committer) -> bytes:
+def _withheld_entries(opened: OpenedBatch, records: list[Record], committer: Committer) -> Steps[bytes]:
     """What stays is committed to as it stands in the source's batch. Of a batch that cannot be read nothing is known."""
     if opened.records is None:
-        return pack_entries(records, committer)
+        made = list[bytes]()
+        for at in range(0, len(records), STEP_RECORDS):
+            made.append(pack_entries(records[at : at + STEP_RECORDS], committer))
+            yield
+        return b"".join(made)
     base = opened.header.base_offset
     parts = decode_parts(opened.plain).chosen([record.offset - base for record in records])
-    return pack_parts([record.offset for record in records], opened.header.append_time_ms, parts, committer)
+    yield
+    offsets = [record.offset for record in records]
+    packed = iter_packed(offsets, opened.header.append_time_ms, parts, committer)
+    return b"".join((yield from _listed(packed)))
 
 
 def seal_nothing(route: Route, first_offset: int, last_offset: int) -> tuple[bytes, bytes]:

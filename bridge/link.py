@@ -14,7 +14,8 @@ Invariants of a `SendWindow`:
 - ranges are contiguous, in order, and each is taken once;
 - an envelope leaves only after its leaves are durable, in the order of the ranges, and within the credit given;
 - a range whose leaves stand in the log is sent again as it was announced, byte for byte, or not at all;
-- what is on the way is bounded by `envelopes_max` and `credit_bytes`, and so is what has no answer in the log.
+- what was sent and has no answer is bounded by `envelopes_max` and `credit_bytes`; what waits besides, and what has no answer in the log, is of one batch
+  more.
 """
 
 from __future__ import annotations
@@ -263,14 +264,15 @@ class SendWindow:
         range_.is_durable = True
 
     def sendable(self) -> list[OnTheWay]:
-        """The envelopes that may leave now, in order; each is given once."""
-        found = []
-        sent_bytes = sum(each.frame_bytes for each in self._on_the_way if each.is_sent)
+        """The envelopes that may leave now, in order; each is given once. One batch may have made more than may be on the way, and those wait."""
+        found = list[OnTheWay]()
+        sent = [each.frame_bytes for each in self._on_the_way if each.is_sent]
+        left, sent_bytes = self._envelopes_max - len(sent), sum(sent)
         for each in self._on_the_way:
             if each.is_sent:
                 continue
             fits = sent_bytes + each.frame_bytes <= self._credit_bytes or not sent_bytes
-            if not each.is_durable or not fits:
+            if not each.is_durable or not fits or len(found) == left:
                 break
             each.is_sent = True
             sent_bytes += each.frame_bytes

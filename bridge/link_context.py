@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from audit.errors import AuditUnavailableError
 from audit.leaf import Leaf
@@ -25,6 +25,11 @@ from felix.names import SpiffeId
 from felix.rate import TokenBucket
 from felix.runtime.port import Runtime
 from keys.hybrid import HybridKeyPair
+
+LARGE_BYTES: Final = 256 << 10
+"""Bytes of an uncompressed batch above which it is a large one. By rules that make long texts of short values it may become 13 times as long."""
+LARGE_AT_ONCE: Final = 2
+"""Large batches that all links of an agent work on at once: 52 MB each, and as much again while it is encoded."""
 
 
 @dataclass(slots=True)
@@ -55,6 +60,7 @@ class LinkContext:
     rates: dict[str, TokenBucket | None] = field(default_factory=dict)
     brought_more: dict[LinkShard, CorruptionError] = field(default_factory=dict)
     """of links of which the destination says that this bridge brought more than the egress log announced"""
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
 
     def clock_ms(self) -> int:
         return self.runtime.clock.now_ms()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from opentelemetry.trace import Span
@@ -22,8 +23,10 @@ from audit.receipt import differences, open_receipt
 from audit.trail import Trail
 from bridge.budget import fits_budget, rate_limit
 from bridge.crossing import (
+    Packed,
     Route,
     SealedRange,
+    Steps,
     compile_terms,
     gap_leaf,
     nothing_leaf,
@@ -36,7 +39,7 @@ from bridge.crossing import (
 )
 from bridge.endpoint import RegionEndpoint
 from bridge.link import Announced, LinkEvent, OnTheWay, SendWindow, Todo
-from bridge.link_context import Link, LinkContext, LinkMemory
+from bridge.link_context import LARGE_BYTES, Link, LinkContext, LinkMemory
 from bridge.link_opening import LinkOpening
 from bridge.plan import PlannedLink, Verdict
 from bridge.tracing import CrossingTracing
@@ -67,6 +70,13 @@ SETTLE_S: Final = 0.02
 IDLE_S: Final = 0.25
 """How soon a link that nothing wakes looks at clock and plan: a grant that expires stops within this."""
 
+STEP_S: Final = 0.005
+"""How long the work on a batch may hold the event loop before others have their turn."""
+IDLE_TURN_S: Final = 0.0005
+"""An iteration of the event loop that took no longer had nothing else to do."""
+
+T = TypeVar("T")
+
 _GAP_KINDS: Final = {
     GapReason.RETENTION: GapKind.RETENTION,
     GapReason.RING: GapKind.RETENTION,
@@ -78,6 +88,10 @@ _GAP_KINDS: Final = {
 
 class LeftError(Exception):
     """The plan no longer says that the link runs."""
+
+
+class _InterruptedError(Exception):
+    """It stopped to say so while a batch was worked on."""
 
 
 async def _settled(trail: Trail) -> None:
@@ -411,33 +425,69 @@ class LinkSession:
 
     async def _cross(self, item: SealedBatch, header: BatchHeader, rate: TokenBucket | None) -> bool:
         """Steps 5 to 8 for one batch. False where the grant does not hold any more, or its rate asks for a pause; then the rest of it stays."""
-        context, window, route = self._context, self._window, self._route
-        assert window is not None and route is not None
-        at = context.failpoints.at
-        at("read")
+        self._context.failpoints.at("read")
         data_key = self._data_keys.get(header.key_id)
         if data_key is None:
             data_key = await self._take_data_key(header)
-        opened = open_sealed(item.body, data_key)  # 5
+        try:
+            async with self._place(header.plain_length):
+                return await self._cross_stepped(item, header, data_key, rate)
+        except _InterruptedError:
+            return False
+
+    @asynccontextmanager
+    async def _place(self, plain_bytes: int) -> AsyncIterator[None]:
+        """Wait for one, where the batch is a large one. Raises as `_require_going`."""
+        large = self._context.large
+        if plain_bytes <= LARGE_BYTES:
+            yield
+            return
+        while True:
+            self._require_going()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S):
+                    await large.acquire()
+                    break
+        try:
+            yield
+        finally:
+            large.release()
+
+    def _require_going(self) -> None:
+        """Raises _InterruptedError where the link is to stop, and what ends the session."""
+        if self._failed is not None:
+            raise self._failed
+        if self._link.is_leaving or self._link.row.verdict is not Verdict.RUN:
+            raise _InterruptedError
+
+    async def _cross_stepped(
+        self, item: SealedBatch, header: BatchHeader, data_key: DataKey, rate: TokenBucket | None
+    ) -> bool:
+        """As `_cross`. Raises _InterruptedError where the link is to stop."""
+        context, window, route, at = self._context, self._window, self._route, self._context.failpoints.at
+        assert window is not None and route is not None
+        opened = await self._stepped(open_sealed(item.body, data_key))  # 5
         at("open")
-        sorted_ = sort_records(opened, route, self._before)  # 6
+        sorted_ = await self._stepped(sort_records(opened, route, self._before))  # 6
         at("transform")
-        for sealed in seal_ranges(sorted_, route, window.next_offset):  # 7
+        for sealed in await self._stepped(seal_ranges(sorted_, route, window.next_offset)):  # 7
+            is_new = window.is_new(sealed.last_offset)
+            packed = await self._stepped(range_entries(sealed, route, withheld=is_new))
+            # Only now: while that was made the grant may have ended.
             terms, now = route.terms, context.clock_ms()
-            if window.is_new(sealed.last_offset) and not self._may_cross(route, now, rate):
+            if is_new and not self._may_cross(route, now, rate):
                 # Before the window goes on: the rest of the batch is dealt with again.
                 return False
             todo = window.judge(sealed.first_offset, sealed.last_offset)
             if todo is Todo.SKIP:
                 continue
-            entries = range_entries(sealed, route)
             way = OnTheWay(
                 sealed.first_offset,
                 sealed.last_offset,
                 sealed.records,
                 sealed.envelope,
                 sealed.envelope_sha256,
-                hashlib.sha256(entries).digest(),
+                hashlib.sha256(packed.crossing).digest(),
                 sealed.path,
                 todo is Todo.RESEND,
             )
@@ -448,7 +498,7 @@ class LinkSession:
                     self._spans[sealed.last_offset] = context.tracing.begin(
                         self._link.row.stream, terms.from_region, terms.to_region, opened.records or ()
                     )
-                self._announce(sealed, entries, way, route, now)  # 8
+                self._announce(sealed, packed, way, route, now)  # 8
                 self._append_times[sealed.last_offset] = header.append_time_ms
                 if rate is not None:
                     rate.charge(charge, context.runtime.clock.monotonic())
@@ -458,6 +508,33 @@ class LinkSession:
                 window.durable(way)
                 self._send()
         return True
+
+    async def _stepped(self, steps: Steps[T]) -> T:
+        """What the steps end with. However much there is to do for a batch, others have as long as it, where they want it. Raises as `_require_going`."""
+        monotonic = self._context.runtime.clock.monotonic
+        begun = monotonic()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                found: T = ended.value
+                return found
+            held_s = monotonic() - begun
+            if held_s >= STEP_S:
+                await self._give_way(held_s)
+                begun = monotonic()
+
+    async def _give_way(self, held_s: float) -> None:
+        monotonic = self._context.runtime.clock.monotonic
+        now = monotonic()
+        end = now + held_s
+        while now < end:
+            before = now
+            await asyncio.sleep(0)
+            self._require_going()
+            now = monotonic()
+            if now - before < IDLE_TURN_S:
+                return
 
     def _require_budget(self, terms: GrantTerms, charge: int) -> None:
         """Raises RequestError(BUDGET_EXHAUSTED) where the grant has not so many bytes left."""
@@ -500,8 +577,14 @@ class LinkSession:
         return key
 
     def _may_cross(self, route: Route, now_ms: int, rate: TokenBucket | None) -> bool:
-        """Asked again for each range: while a key was waited for, the grant may have ended, and other links of it have charged its rate."""
-        if not self._may_announce(route, now_ms):
+        """Asked again for each range: while a key was waited for, or others had their turn, the grant may have ended, other links of it have charged its rate, and what
+        is asked before each batch may have changed, of which the next turn says why."""
+        context, row = self._context, self._link.row
+        try:
+            context.require_whole(row.destination_region, self._link.link_shard)
+        except CorruptionError:
+            return False
+        if context.held() or not self._may_announce(route, now_ms):
             return False
         return rate is None or not rate.wait_s(self._context.runtime.clock.monotonic())
 
@@ -518,13 +601,13 @@ class LinkSession:
         return self._held_back is None
 
     def _announce(
-        self, sealed: SealedRange, entries: bytes, way: OnTheWay, route: Route, now_ms: int
+        self, sealed: SealedRange, packed: Packed, way: OnTheWay, route: Route, now_ms: int
     ) -> None:
         """Step 8: the leaves, all in one append and of the time that was asked for; the envelope waits until they are
         durable."""
         context, window, stats = self._context, self._window, self._memory.stats
         assert window is not None
-        leaves = range_leaves(sealed, entries, route, now_ms)
+        leaves = range_leaves(sealed, packed, route, now_ms)
         window.put(way)
         context.append(leaves, partial(self._durable, window, way))
         context.failpoints.at("intent-appended")

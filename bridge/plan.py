@@ -6,6 +6,7 @@ policies; the brokers judge again, with them, on every read and every envelope. 
 Invariants: a link runs only where the book allows it: both halves hold, name this bridge and the same terms, both sides have
 approved it, and nobody denies, pauses or revokes; every grant of this bridge whose export is there has at least one row, with the reason
 where it does not run;
+of more links than an agent runs, no stream that is made later takes the place of one that was there: grants for a stream by its name come first, then streams by their age;
 each grant is planned by itself, so that what one region signs about one of them keeps no other from being planned.
 """
 
@@ -96,7 +97,7 @@ def plan_links(
                 # A mistake of ours, which a region may have found: it is to end this grant's links and no others.
                 rows.append(_not_judged(half, error))
     rows.sort(key=lambda row: row[:3])
-    return _within(rows, links_max)
+    return _within(rows, streams, links_max)
 
 
 def _not_judged(export: ExportGrant, error: Exception) -> PlannedLink:
@@ -204,29 +205,34 @@ def _verdict(
     return Verdict.RUN, "", 0
 
 
-def _within(rows: list[PlannedLink], links_max: int) -> tuple[PlannedLink, ...]:
+def _within(
+    rows: list[PlannedLink], streams: Mapping[str, StreamState], links_max: int
+) -> tuple[PlannedLink, ...]:
     """Beyond the limit nothing runs, and says so. Two grants for one shard and one destination stream: the one signed first runs."""
-    running = 0
     first: dict[tuple[str, int, str, str], tuple[int, str]] = {}
     for row in rows:
         if row.verdict is Verdict.RUN and row.export is not None:
             rank = carrying_rank(row.export)
             first[_where(row)] = min(first.get(_where(row), rank), rank)
-    kept = []
+    kept, wanted = list[PlannedLink](), list[int]()
     for row in rows:
         if row.verdict is Verdict.RUN:
             _, carrier = first[_where(row)]
             if carrier != row.grant:
                 reason = f"{carrier} already lets this stream cross to {row.destination_stream} of {row.destination_region}."
                 row = row._replace(verdict=Verdict.WAIT, reason=reason, code=Code.CONFLICT)
-            elif running >= links_max:
-                reason = (
-                    f"This agent runs {links_max} links, the most that are allowed; start another bridge."
-                )
-                row = row._replace(verdict=Verdict.WAIT, reason=reason, code=Code.UNAVAILABLE)
             else:
-                running += 1
+                wanted.append(len(kept))
         kept.append(row)
+
+    def turn(at: int) -> tuple[bool, int]:
+        """Who makes streams that fit a pattern chooses their names, and how many shards they have, and not when others were made."""
+        row = kept[at]
+        return row.export is not None and row.export.terms.wildcard, streams[row.stream].created_ms
+
+    reason = f"This agent runs {links_max} links, the most that are allowed; start another bridge."
+    for at in sorted(wanted, key=turn)[links_max:]:
+        kept[at] = kept[at]._replace(verdict=Verdict.WAIT, reason=reason, code=Code.UNAVAILABLE)
     return tuple(kept)
 
 

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from bridge.agent import load_files, region_profile
 from bridge.config import BridgeConfig, paths_of
-from bridge.crossing import LOOP, NO_BRIDGE, ONWARD, PATH_UNKNOWN, compile_terms, open_sealed
+from bridge.crossing import LOOP, NO_BRIDGE, ONWARD, PATH_UNKNOWN, compile_terms, finished, open_sealed
 from bridge.wire import SealedBatch, SealedFeed
 from felix.batch import Record, decode_header
 from felix.client import RegionClient
@@ -267,7 +267,8 @@ async def _read_shard(
                 if item is None:
                     await arrived.wait()
                 elif isinstance(item, SealedBatch):
-                    opened = open_sealed(item.body, await data_key(decode_header(item.body).key_id))
+                    key = await data_key(decode_header(item.body).key_id)
+                    opened = finished(open_sealed(item.body, key))
                     feed.consumed(item.frame_bytes)
                     records: Sequence[Record] = opened.records or ()
                     if opened.header.is_bridged:

@@ -69,6 +69,7 @@ async def convert(
     data = folder.root / config.data
     own = data / config.broker
     _check(data, own, is_begun=_is_begun(own))
+    _refuse_mounts(data)
     alone = msgspec.structs.replace(config, cluster=None)
     if not _is_begun(own):
         # What is not mounted would be lost, as what then stands in etcd has it.
@@ -115,6 +116,17 @@ async def convert(
 def _require(folders: Iterable[BegunFolder]) -> None:
     for each in folders:
         each.require()
+
+
+def _refuse_mounts(data: Path) -> None:
+    """A disk that is mounted in the data folder does not move with what is in that: the region would be neither the one nor the other."""
+    for path in sorted(data.iterdir()) if data.is_dir() else ():
+        if path.is_mount():
+            raise RequestError(
+                f"A disk is mounted at {path}, and what is in {data} moves into the folder of the broker.",
+                code=Code.CONFLICT,
+                hint=f"Unmount it, put what is on it into {path} itself, and run this again. Afterwards it can be put on the disk again, mounted at that place in the broker's folder.",
+            )
 
 
 def _is_begun(own: Path) -> bool:

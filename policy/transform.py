@@ -10,7 +10,7 @@ One `keep` rule makes the rules an allowlist: what no rule names is dropped.
 Invariants:
 - it fails closed: a record that cannot be decoded, that is ambiguous (duplicate keys), or that has another shape
   than a rule expects is `Withheld`; no input bytes raise;
-- a reason names fields and kinds, never a value;
+- a reason names fields by the rules, and kinds: nothing of the record stands in it, and no field that only the record names;
 - the output is encoded from decoded values: no byte of the input is copied through unread;
 - a record's key never crosses as it is unless the spec says `key: keep`, and even then not where it shows the
   value of a field that a rule protects; a header crosses only if it is named.
@@ -682,19 +682,16 @@ class Transform:
         A dropped number is not compared: small numbers meet by chance, and the key would cross or not by luck.
         """
         text = key.decode("utf-8", "replace")
-        for action, value in _protected(self._tree, record, not self.spec.is_allowlist):
+        for rule, value in _protected(self._tree, record, not self.spec.is_allowlist):
             if isinstance(value, str):
                 shown = value == text or (len(value) >= CONTAINED_CHARS_MIN and value in text)
                 shown = shown and bool(value)
             else:
-                shown = action is not Action.DROP and _text_of(value, "") == text
+                shown = rule is not None and rule.do is not Action.DROP and _text_of(value, "") == text
             if shown:
-                raise _Refuse(f"the record's key shows the value of {self._name(record, value, action)}.")
-
-    def _name(self, record: dict[str, Any], value: object, action: Action) -> str:
-        found = _flat(self._tree, record, not self.spec.is_allowlist)
-        path = next((path for path, rule, leaf, _ in found if rule is action and leaf == value), "a field")
-        return f"{path}, whose rule is {action}"
+                # The reason stands in the audit log for good: a name that only the record has is its producer's text.
+                what = f"{rule.field}, whose rule is {rule.do}" if rule else "a field that no rule keeps"
+                raise _Refuse(f"the record's key shows the value of {what}.")
 
     def plan(self, key: Buffer | None, headers: Mapping[str, bytes], payload: Buffer) -> Plan:
         """What `record` would do, field by field, for a person in the source region: values are shown."""
@@ -715,18 +712,20 @@ class Transform:
         return Plan("filtered", f"the filter excludes it: {self.spec.filter}", fields, None, {})
 
 
-def _protected(tree: RuleTree | None, value: Any, kept: bool) -> Iterator[tuple[Action, str | int | float]]:
-    """Texts and numbers of a record that must not cross in the clear, with the action that holds for each.
+def _protected(
+    tree: RuleTree | None, value: Any, kept: bool
+) -> Iterator[tuple[FieldRule | None, str | int | float]]:
+    """Texts and numbers of a record that must not cross in the clear, with the rule that holds for each; None where it is dropped because no rule keeps it.
 
     Dropped numbers may be left out: no code compares them.
     """
     if tree is None:
         if not kept:
-            yield from ((Action.DROP, scalar) for scalar in _scalars(value))
+            yield from ((None, scalar) for scalar in _scalars(value))
         return
     if tree.rule is not None:
         if tree.rule.do is not Action.KEEP:
-            yield from ((tree.rule.do, scalar) for scalar in _scalars(value))
+            yield from ((tree.rule, scalar) for scalar in _scalars(value))
             return
         kept = True
     if isinstance(value, list):
@@ -744,7 +743,7 @@ def _protected(tree: RuleTree | None, value: Any, kept: bool) -> Iterator[tuple[
             if below is not None or isinstance(part, dict | list):
                 yield from _protected(below, part, kept)
             elif isinstance(part, str):
-                yield Action.DROP, part
+                yield None, part
 
 
 def _scalars(value: Any) -> Iterator[str | int | float]:

@@ -21,7 +21,7 @@ from audit.checkpoint import Checkpoint
 from audit.note import parse_note
 from audit.origin import region_origin
 from audit.signer_disk import load_signers
-from audit.tile import COPIED_PATH
+from audit.tile import CHECKPOINT_PATH, COPIED_PATH
 from audit.trail import Trail
 from audit.trust import RegionTrust
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
@@ -227,6 +227,12 @@ def _last_checkpoint(
         )
     # An empty folder where its disk is not mounted would be signed for a log of no leaves, and there is no way back.
     begun_log(folder, config).require()
+    if not (path / CHECKPOINT_PATH).exists():
+        raise RequestError(
+            f"There is no audit log in {path}, and broker {config.broker} began one: its disk is not mounted, or somebody moved what was in it.",
+            code=Code.NOT_FOUND,
+            hint="Nothing was signed. Put the folder back, or its backup, and run this again.",
+        )
     if (path / COPIED_PATH).exists():
         raise RequestError(
             f"The audit log {path} goes on as copies already, and the metadata store says that broker {config.broker} alone has it: the store was put back.",

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from attacks.conftest import Tally
-from bridge_mesh import STREAM, two_regions, until
+from bridge_mesh import STREAM, flight, two_regions, until
 
+from audit.leaf import Kind
 from felix.batch import (
     BATCH_BYTES_MAX,
     HEADER_BYTES,
@@ -28,12 +29,14 @@ from felix.provenance import PATH_HEADER
 from keys.envelope import SEAL_BYTES, SEALABLE_BYTES_MAX
 from policy.transform import KeyRule, build_spec
 from region.inspected import _compress
+from region.link_slot import ENVELOPES_MAX
 from region.log.admission import misfit
 
 pytestmark = pytest.mark.timeout(120)
 
 PATH_BYTES = struct.calcsize(">HHI") + len(PATH_HEADER) + len("us-east")
 """Headers of a record that crosses: its path alone."""
+PIECES = 64
 BESIDE_BYTES = HEADER_BYTES + 4 + 4 + PATH_BYTES
 """Of a batch of one such record, all but its payload: two columns besides."""
 
@@ -76,6 +79,29 @@ async def test_a_key_that_no_client_encodes_stops_no_link(
             await until(lambda: agent.links() and agent.links()[0].position == 2, "all was dealt with", 30)
             assert await mesh.arrived() == 1
     tally("keys that no client encodes", 1)
+
+
+async def test_a_batch_that_crosses_in_more_pieces_than_may_be_on_the_way_stops_no_link(
+    tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kilobyte of short values in lists becomes 52 MB of pseudonyms, which is cut until each piece fits a batch: 16 times and, as its records are shaped, more. Here each record is cut off."""
+    monkeypatch.setattr("bridge.crossing.SEALABLE_BYTES_MAX", 700)
+    async with two_regions(tmp_path) as mesh:
+        await mesh.create()
+        await mesh.grant()
+        await mesh.publish([flight(number) for number in range(PIECES)], batch=PIECES)
+        async with mesh.agent() as agent:
+            await until(
+                lambda: agent.links() and agent.links()[0].position == PIECES, "all was dealt with", 60
+            )
+            assert await mesh.arrived() == PIECES
+            assert [(link.state, link.crossed) for link in agent.links()] == [("active", PIECES)]
+            for region in ("us-east", "eu-west"):
+                await mesh.stop(region)
+        intents = mesh.headers(mesh.egress_folder, Kind.INTENT)
+        assert len(intents) > 2 * ENVELOPES_MAX
+        assert mesh.verify_egress().ok and mesh.verify_ingress().ok
+    tally("batches that cross in many pieces", 1)
 
 
 def noise_of_few_symbols() -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from bridge.crossing import (
     Route,
     SealedRange,
     compile_terms,
+    finished,
     open_sealed,
     range_entries,
     range_leaves,
@@ -74,7 +76,7 @@ APPENDED_MS = NOW - 5_000
 
 
 def leaves_of(sealed: SealedRange, route: Route) -> list[Leaf]:
-    return range_leaves(sealed, range_entries(sealed, route), route, NOW)
+    return range_leaves(sealed, finished(range_entries(sealed, route)), route, NOW)
 
 
 def export_of(wanted: GrantTerms) -> ExportGrant:
@@ -126,13 +128,17 @@ def opened(records: list[NewRecord], *, bridged: bool = False) -> OpenedBatch:
     batch = encode_batch(records)
     if bridged:
         batch = batch.with_header(msgspec.structs.replace(batch.header, producer_epoch=BRIDGED_EPOCH))
-    return open_sealed(sealed(batch), data_key())
+    return finished(open_sealed(sealed(batch), data_key()))
+
+
+def crossed(batch: OpenedBatch, way: Route, first_offset: int = 0) -> list[SealedRange]:
+    return finished(seal_ranges(finished(sort_records(batch, way)), way, first_offset))
 
 
 def cross(
     way: Route, records: list[NewRecord], first_offset: int = 0, *, bridged: bool = False
 ) -> list[SealedRange]:
-    return seal_ranges(sort_records(opened(records, bridged=bridged), way), way, first_offset)
+    return crossed(opened(records, bridged=bridged), way, first_offset)
 
 
 def arrived(way: Route, ranges: list[SealedRange]) -> list[tuple[int, Any]]:
@@ -230,8 +236,8 @@ def test_regions_that_a_producer_names_itself_are_told_to_nobody_and_its_record_
 ) -> None:
     way = route(onward=True)
     records = [NewRecord(departure(1)), NewRecord(departure(2), headers={PATH_HEADER: path})]
-    batch = open_sealed(sealed(encode_batch(records, **numbered)), data_key())
-    (only,) = seal_ranges(sort_records(batch, way), way)
+    batch = finished(open_sealed(sealed(encode_batch(records, **numbered)), data_key()))
+    (only,) = crossed(batch, way)
     leaves = leaves_of(only, way)
     assert withheld_for(leaves) == {PATH_UNKNOWN: [101]}
     assert leaves[0].header.code == Code.LOOP_REFUSED and "no bridge brought it" in leaves[0].header.sentence
@@ -285,7 +291,7 @@ def test_a_batch_whose_body_is_no_list_of_records_is_withheld_as_a_whole() -> No
     body = b"\xff" * len(batch.body)
     broken = Batch(msgspec.structs.replace(batch.header, body_checksum=body_checksum(body)), body)
     way = route()
-    found = seal_ranges(sort_records(open_sealed(sealed(broken), data_key()), way), way)
+    found = crossed(finished(open_sealed(sealed(broken), data_key())), way)
     leaves = [leaf for each in found for leaf in leaves_of(each, way)]
     assert withheld_for(leaves) == {TRANSFORM_FAILED: [100, 101, 102]}
     assert arrived(way, found) == []
@@ -295,7 +301,7 @@ def test_a_changed_batch_is_not_opened() -> None:
     data = bytearray(batch_of([NewRecord(departure(1))]))
     other = replace_body_byte(bytes(data))
     with pytest.raises(TamperError):
-        open_sealed(other, data_key())
+        finished(open_sealed(other, data_key()))
 
 
 def replace_body_byte(data: bytes) -> bytes:
@@ -333,8 +339,8 @@ def test_a_record_whose_key_no_client_encodes_stays_where_keys_cross_as_they_are
     records = Parts([departure(0), departure(1)], [b"k" * (KEY_BYTES_MAX + 1), b"k" * KEY_BYTES_MAX], None)
     for rule, stay in ((KeyRule.KEEP, {TRANSFORM_FAILED: [100]}), (KeyRule.HASH, {})):
         way = route(transform=build_spec(key=rule))
-        batch = open_sealed(sealed(batch_of_parts(records)), data_key())
-        (only,) = seal_ranges(sort_records(batch, way), way)
+        batch = finished(open_sealed(sealed(batch_of_parts(records)), data_key()))
+        (only,) = crossed(batch, way)
         assert withheld_for(leaves_of(only, way)) == stay
         assert [offset for offset, _ in arrived(way, [only])] == ([101] if stay else [100, 101])
 
@@ -392,6 +398,78 @@ def test_every_record_is_in_one_leaf_and_the_same_batch_gives_the_same_bytes(
     assert [each.envelope for each in again] == [each.envelope for each in ranges]
 
 
+def link_row() -> Any:
+    row = SimpleNamespace(grant="g", shard=0, destination_region="eu-west", verdict=Verdict.RUN)
+    return SimpleNamespace(row=row, link_shard=None, is_leaving=False)
+
+
+async def _costly(is_leaving_after_s: float | None = None) -> tuple[float, float, list[int], bool]:
+    """A link takes a batch of two kilobytes, to which rules are applied 80,000 times: how long that took, for how long nobody else had a turn, what was announced, and whether the batch
+    is held still."""
+    way, loop, announced = (
+        route(transform=build_spec(pseudonymize=["ids[]"])),
+        asyncio.get_running_loop(),
+        list[int](),
+    )
+    numbers = b'{"ids":[' + b",".join([b"1"] * 4_000) + b"]}"
+    item = SealedBatch(4_000, memoryview(sealed(encode_batch([NewRecord(numbers)] * 20, compress=True))))
+    context: Any = SimpleNamespace(
+        failpoints=SimpleNamespace(at=lambda _: None),
+        clock_ms=lambda: way.terms.not_before,
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=loop.time)),
+        require_allowed=lambda row, now_ms: None,
+        require_whole=lambda region, link: None,
+        held=str,
+        large=asyncio.Semaphore(1),
+        ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
+        tracing=None,
+    )
+    link, other = link_row(), SimpleNamespace()
+
+    class Session(LinkSession):
+        def _announce(self, sealed: SealedRange, *_: Any) -> None:
+            announced.append(sealed.records)
+
+    session = Session(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
+    feed: Any = SimpleNamespace(consumed=lambda _: None)
+    channel: Any = SimpleNamespace(opened=SimpleNamespace(position=100, crossed_more=False))
+    session._feed, session._channel, session._route = feed, channel, way
+    session._window = SendWindow(
+        position=100, accounted_to=None, unanswered=(), envelopes_max=24, credit_bytes=1 << 20
+    )
+    session._data_keys[decode_batch(item.body).header.key_id] = data_key()
+    turns = [begun := loop.time()]
+
+    async def take_turns() -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            turns.append(loop.time())
+            if is_leaving_after_s is not None and turns[-1] - begun >= is_leaving_after_s:
+                link.is_leaving = True
+
+    other_work = asyncio.ensure_future(take_turns())
+    await asyncio.sleep(0.01)
+    await session._deal(item, None)
+    turns.append(loop.time())
+    other_work.cancel()
+    longest_s = max(after - before for before, after in pairwise(turns))
+    return turns[-1] - begun, longest_s, announced, session._held is item
+
+
+async def test_a_small_batch_that_holds_much_work_keeps_nobody_else_of_the_agent_waiting() -> None:
+    took_s, longest_s, announced, _ = await _costly()
+    assert sum(announced) == 20
+    assert longest_s < took_s / 3
+
+
+async def test_a_link_that_is_to_stop_leaves_the_batch_that_it_is_working_on() -> None:
+    took_s, _, announced, _ = await _costly()
+    assert announced
+    stopped_s, _, announced, is_held = await _costly(0.0)
+    assert (announced, is_held) == ([], True)
+    assert stopped_s < took_s / 2
+
+
 async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() -> None:
     """Both links of a grant ask the rate before they wait for a key; the second one is held, and loses nothing."""
     way, rate, now = route(rate_bytes=1_000), rate_limit(1_000, 0.0), [0.0]
@@ -401,10 +479,13 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
         clock_ms=lambda: way.terms.not_before,
         runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0])),
         require_allowed=lambda row, now_ms: None,
+        require_whole=lambda region, link: None,
+        held=str,
+        large=asyncio.Semaphore(1),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
-    link: Any = SimpleNamespace(row=SimpleNamespace(grant="g", shard=0, verdict=Verdict.RUN))
+    link = link_row()
     item = SealedBatch(4_000, memoryview(batch_of([NewRecord(departure(number)) for number in range(40)])))
 
     class Session(LinkSession):

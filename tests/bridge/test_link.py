@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,20 @@ def test_a_new_link_crosses_from_where_the_destination_stands() -> None:
     assert held.judge(10, 19) is Todo.CROSS
     with pytest.raises(ProtocolError):
         held.judge(30, 39)
+
+
+def test_of_a_batch_that_is_cut_into_many_no_more_leave_than_may_be_on_the_way() -> None:
+    """The destination ends the session of who sends more, and with it all links to it; and again when they are sent again."""
+    held = window()
+    ways = [way(10 * at, 10 * at + 9) for at in range(3 * WINDOW)]
+    for each in ways:
+        held.judge(each.first_offset, each.last_offset)
+        held.put(each)
+        held.durable(each)
+    for at in range(len(ways)):
+        assert held.sendable() == (ways[:WINDOW] if not at else ways[WINDOW + at - 1 :][:1])
+        assert held.answered(ways[at].last_offset + 1) is ways[at]
+    assert held.is_empty
 
 
 def test_nothing_leaves_before_its_leaves_are_durable_and_in_order() -> None:
@@ -210,6 +225,8 @@ def test_however_often_the_agent_dies_every_record_lands_once_with_one_intent(da
         start = batches[-1][1] + 1 if batches else 0
         batches.append((start, start + size - 1))
     end = batches[-1][1] + 1
+    # Of one batch of the source, which was cut: its pieces are taken at once.
+    begins = {first for first, _ in batches if data.draw(st.booleans())} | {0}
     world = World()
     for life in range(200):
         held = world.open()
@@ -225,15 +242,20 @@ def test_however_often_the_agent_dies_every_record_lands_once_with_one_intent(da
             choices += ["sync"] * bool(waiting) + ["land"] * bool(line) + ["answer"] * bool(receipts)
             match data.draw(st.sampled_from(choices)) if life < 30 else choices[-1]:
                 case "read":
-                    first, last = next(each for each in batches if each[0] == held.next_offset)
-                    todo = held.judge(first, last)
-                    if todo is not Todo.SKIP:
-                        each = way(first, last, todo is Todo.RESEND)
-                        held.put(each)
-                        if todo is Todo.CROSS:
-                            waiting.append(each)
-                        else:
-                            held.durable(each)
+                    behind = [each for each in batches if each[0] >= held.next_offset]
+                    pieces = [
+                        behind[0],
+                        *takewhile(lambda each: each[0] not in begins, behind[1:]),
+                    ]
+                    for first, last in pieces:
+                        todo = held.judge(first, last)
+                        if todo is not Todo.SKIP:
+                            each = way(first, last, todo is Todo.RESEND)
+                            held.put(each)
+                            if todo is Todo.CROSS:
+                                waiting.append(each)
+                            else:
+                                held.durable(each)
                 case "sync":
                     each = waiting.popleft()
                     world.intents.append((each.first_offset, each.last_offset))
@@ -243,7 +265,7 @@ def test_however_often_the_agent_dies_every_record_lands_once_with_one_intent(da
                 case "answer":
                     world.acks.add(held.answered(receipts.popleft()).first_offset)
             line += held.sendable()
-            assert held.envelopes <= WINDOW
+            assert len(line) + len(receipts) <= WINDOW
             assert {(each.first_offset, each.last_offset) for each in line} <= set(world.intents)
         if held.next_offset == end and held.is_empty:
             break

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from approvers import roots, with_approvals
 from departures import DAY, terms
+from msgspec.structs import replace
 
+from bridge.agent import Agent
 from bridge.plan import PlannedLink, Verdict, plan_links
 from felix.errors import Code
-from felix.messages import StreamState
+from felix.messages import ListStreams, StreamPage, StreamState
 from felix.names import SpiffeId
 from felix.settings import Durability, Retention
 from keys.signing import SigningKey
@@ -209,3 +213,46 @@ def test_beyond_the_limit_links_wait_and_say_so() -> None:
     export, accepted, _ = halves()
     found = rows(export, accepted, streams=stream(shards=5), links_max=3)
     assert [row.verdict for row in found] == [Verdict.RUN] * 3 + [Verdict.WAIT] * 2
+
+
+def test_beyond_the_limit_no_later_stream_takes_the_place_of_an_earlier_one_nor_of_one_that_is_granted_by_name() -> (
+    None
+):
+    by_name = halves(stream="acme/ops/zulu", destination_stream="acme/ops/zulu")
+    pattern = halves(stream="acme/ops/y*", destination_stream="acme/ops/y*", wildcard=True)
+    made = {"acme/ops/yankee": (NOW - 2, 2), "acme/ops/yaa": (NOW - 1, 200), "acme/ops/zulu": (NOW, 1)}
+    streams = {
+        name: replace(stream(name, shards)[name], created_ms=created_ms)
+        for name, (created_ms, shards) in made.items()
+    }
+    found = rows(*by_name[:2], *pattern[:2], streams=streams, links_max=5)
+    running = [(row.stream, row.shard) for row in found if row.verdict is Verdict.RUN]
+    assert sorted(running) == [
+        ("acme/ops/yaa", 0),
+        ("acme/ops/yaa", 1),
+        ("acme/ops/yankee", 0),
+        ("acme/ops/yankee", 1),
+        ("acme/ops/zulu", 0),
+    ]
+    assert found == tuple(sorted(found, key=lambda row: row[:3]))
+
+
+async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [f"acme/ops/a{number}" for number in range(5)] + [f"acme/ops/b{number}" for number in range(5)]
+
+    async def pages(_: Any, listed: ListStreams, *__: Any) -> AsyncIterator[StreamPage]:
+        for name in made:
+            if name.startswith(listed.prefix):
+                yield StreamPage([stream(name)[name]])
+
+    monkeypatch.setattr("bridge.agent.pages", pages)
+    monkeypatch.setattr("bridge.agent.STREAMS_MAX", 3)
+    exports = [
+        halves(stream=f"acme/ops/{first}*", destination_stream=f"acme/ops/{first}*", wildcard=True)[0]
+        for first in "ab"
+    ]
+    source = SimpleNamespace(connection=lambda: None)
+    agent: Any = SimpleNamespace(
+        context=SimpleNamespace(bridge=BRIDGE, source=source), _book=GrantBook(exports, TRUSTED)
+    )
+    assert sorted(await Agent._streams(agent)) == [*made[:3], *made[5:8]]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from audit_log import Link
 from region_home import make_region, running
+from small_disk import small_disk
 from typer.testing import CliRunner
 
 from audit.tile import CHECKPOINT_PATH
@@ -55,6 +56,27 @@ def test_a_region_goes_on_with_its_log_from_a_copy(tmp_path: Path) -> None:
     assert asyncio.run(leaves(us)) == before + 1
     code, said = felix(tmp_path, "audit", "verify", log, "--cosignatures", 0)
     assert code == 0, said
+
+
+def test_where_a_disk_is_mounted_a_log_is_restored_by_way_of_another_folder(tmp_path: Path) -> None:
+    us = make_region(tmp_path, "us-east")
+    log, copy, other = us.root / "data" / "audit", tmp_path / "copy", tmp_path / "other"
+    log.mkdir(parents=True)
+    with small_disk(log, "16m"):
+        before = asyncio.run(leaves(us))
+        assert felix(tmp_path, "audit", "copy", log, copy)[0] == 0
+    with small_disk(log, "16m"):
+        (log / "lost+found").mkdir()
+        code, said = felix(tmp_path, "audit", "restore", copy, log)
+        assert code == 1 and f"A disk is mounted at {log}" in said, said
+        assert [path.name for path in log.iterdir()] == ["lost+found"]
+        # As the hint says.
+        shutil.copytree(log, other)
+        code, said = felix(tmp_path, "audit", "restore", copy, other)
+        assert code == 0, said
+        (log / "lost+found").rmdir()
+        shutil.copytree(other, log, dirs_exist_ok=True)
+        assert asyncio.run(leaves(us)) == before + 1
 
 
 def test_a_region_of_this_machine_that_cosigned_more_is_asked(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from ports import claim_port
 from region_home import make_region, running
 from region_peer import client, payloads
+from small_disk import small_disk
 
 from cli.conversion import convert
 from cli.reconcile import _heard
 from felix.address import Address
-from felix.errors import UnavailableError
+from felix.errors import RequestError, UnavailableError
 from region.config import load_config
 from region.inventory import AUDIT, STREAMS
 from region.node import Node
@@ -72,6 +73,13 @@ async def test_an_audit_log_that_one_broker_alone_has_is_not_begun_anew_and_no_e
         for starts in (region.start("b1"), copied(region, etcd), copied(region, etcd, dry_run=True)):
             with pytest.raises(UnavailableError, match=f"{place} is empty, and was not"):
                 await starts
+        # With a release of before, nobody remembers it.
+        memory = place.with_name("audit.begun")
+        told = memory.read_text()
+        memory.unlink()
+        with pytest.raises(RequestError, match="There is no audit log in"):
+            await copied(region, etcd)
+        memory.write_text(told)
         assert list(place.iterdir()) == []
         place.rmdir()
         away.rename(place)
@@ -100,3 +108,19 @@ async def test_a_region_is_not_converted_while_a_folder_of_it_is_not_mounted(
     away.rename(place)
     async with running(folder), client(folder) as region:
         assert await payloads(region, STREAM, 1) == [b"0"]
+
+
+async def test_a_region_is_not_converted_while_a_disk_is_mounted_in_its_data_folder(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    config = load_config(folder.config)
+    place = folder.root / "data" / "streams"
+    place.mkdir(parents=True)
+    with small_disk(place, "64m"):
+        async with running(folder), client(folder) as region:
+            await region.create_stream(STREAM)
+            await region.stream(STREAM).publish(b"0")
+        with pytest.raises(RequestError, match=f"A disk is mounted at {place}"):
+            await convert(folder, config, Address("127.0.0.1", claim_port()))
+        assert not (folder.root / "data" / config.broker).exists()
+        async with running(folder), client(folder) as region:
+            assert await payloads(region, STREAM, 1) == [b"0"]

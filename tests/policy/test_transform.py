@@ -258,7 +258,7 @@ def test_a_kept_key_must_not_show_a_protected_value(key: bytes, shown_by: str | 
 def test_an_allowlist_protects_what_it_does_not_name_from_the_key_too() -> None:
     spec = build_spec(keep=["origin"], key=KeyRule.KEEP)
     assert record_crossing(spec, b"N14228", FLIGHT) == Withheld(
-        "the record's key shows the value of tailnum, whose rule is drop."
+        "the record's key shows the value of a field that no rule keeps."
     )
     numbers = build_spec(hash_=["flight"], key=KeyRule.KEEP)
     assert isinstance(record_crossing(numbers, b"1545", FLIGHT), Withheld)
@@ -267,7 +267,25 @@ def test_an_allowlist_protects_what_it_does_not_name_from_the_key_too() -> None:
 def test_a_kept_key_is_compared_with_fields_of_an_unexpected_shape_too() -> None:
     assert record_crossing(
         build_spec(keep=["b[]"], key=KeyRule.KEEP), b"secret", {"b": "secret"}
-    ) == Withheld("the record's key shows the value of b, whose rule is drop.")
+    ) == Withheld("the record's key shows the value of a field that no rule keeps.")
+
+
+@pytest.mark.parametrize(
+    ("spec", "record", "named"),
+    [
+        (build_spec(keep=["id"], key=KeyRule.KEEP), {"patient-4711": "shown"}, "a field that no rule keeps"),
+        (build_spec(keep=["id"], key=KeyRule.KEEP), {"a": [{"patient-4711": "shown"}]}, "a field that no rule keeps"),
+        (build_spec(drop=["by"], key=KeyRule.KEEP), {"by": {"patient-4711": "shown"}}, "by, whose rule is drop"),
+        (build_spec(keep=["b.c"], key=KeyRule.KEEP), {"b": {"patient-4711": "shown", "c": 1}}, "a field that no rule keeps"),
+    ],
+)  # fmt: skip
+def test_why_a_record_stays_names_no_field_that_only_the_record_names(
+    spec: TransformSpec, record: dict[str, Any], named: str
+) -> None:
+    """It stands in the egress log for good, and who publishes chooses such names."""
+    assert record_crossing(spec, b"shown", record) == Withheld(
+        f"the record's key shows the value of {named}."
+    )
 
 
 def test_only_named_headers_cross() -> None:
