@@ -35,7 +35,7 @@ from felix.exchange import Exchange
 from felix.frames import Frame
 from felix.messages import Answer, OpenQueue, QueueOpened, StreamState
 from felix.names import StreamName
-from felix.payload import Payload
+from felix.payload import Payload, RecordKey
 from felix.queue_messages import (
     LEASE_BYTES_MAX,
     LEASE_RECORDS_MAX,
@@ -554,15 +554,15 @@ class Publishing(Protocol):
     """The part of a stream that a queue uses: `felix.client.Stream`."""
 
     async def publish(
-        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+        self, payload: Payload, *, key: RecordKey | None = None, headers: Headers | None = None
     ) -> int: ...
 
     async def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]: ...
 
     async def publish_nowait(
-        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+        self, payload: Payload, *, key: RecordKey | None = None, headers: Headers | None = None
     ) -> asyncio.Future[int]: ...
 
 
@@ -617,7 +617,7 @@ class Queue:
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         delay: float = 0,
         deliver_at: datetime | None = None,
         priority: int | None = None,
@@ -635,7 +635,7 @@ class Queue:
     async def put_many(
         self,
         payloads: Sequence[Payload],
-        keys: Sequence[bytes | None] | None = None,
+        keys: Sequence[RecordKey | None] | None = None,
         *,
         delay: float = 0,
         deliver_at: datetime | None = None,

@@ -21,7 +21,7 @@ from felix.messages import (
     SubscriptionState,
 )
 from felix.names import StreamName
-from felix.payload import MessageId, Payload
+from felix.payload import MessageId, Payload, RecordKey
 from felix.publisher import Publisher
 from felix.publisher_core import (
     BATCH_BYTES_DEFAULT,
@@ -72,7 +72,7 @@ class Stream:
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         shard: int | None = None,
         expected_offset: int | None = None,
@@ -101,7 +101,7 @@ class Stream:
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         message_id: MessageId | None = None,
     ) -> asyncio.Future[int]:
@@ -110,7 +110,7 @@ class Stream:
         return publisher.publish_nowait(payload, key, headers, message_id=message_id)
 
     async def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]:
         """Publish many records and return their offsets in the order given, once all are acknowledged."""
         return await (await self._client._publisher(self.name)).publish_many(payloads, keys)

@@ -66,7 +66,7 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.notebook import Rows
-from felix.payload import MessageId, Payload
+from felix.payload import MessageId, Payload, RecordKey
 from felix.profile import Profile
 from felix.publisher_core import (
     BATCH_BYTES_DEFAULT,
@@ -496,7 +496,7 @@ class SyncTransaction(BlockingTransaction):
         stream: str | StreamName,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         shard: int | None = None,
         message_id: MessageId | None = None,
@@ -536,7 +536,7 @@ class SyncStream(Blocking[Stream]):
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         shard: int | None = None,
         expected_offset: int | None = None,
@@ -562,7 +562,7 @@ class SyncStream(Blocking[Stream]):
         )
 
     def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]:
         """Publish many records and return their offsets in the order given, once all are acknowledged."""
         return self._background.call(self._inner.publish_many(payloads, keys))
@@ -803,7 +803,7 @@ class SyncPublisher(GatheringPublisher):
     def publish(
         self,
         payload: Payload,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         *,
         shard: int | None = None,
@@ -824,7 +824,7 @@ class SyncPublisher(GatheringPublisher):
         )
 
     def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]:
         """Publish many records and return their offsets, in the order given, once all are in the log.
 
@@ -1082,7 +1082,7 @@ class SyncQueue(Blocking[Queue]):
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         delay: float = 0,
         deliver_at: datetime | None = None,
         priority: int | None = None,
@@ -1103,7 +1103,7 @@ class SyncQueue(Blocking[Queue]):
     def put_many(
         self,
         payloads: Sequence[Payload],
-        keys: Sequence[bytes | None] | None = None,
+        keys: Sequence[RecordKey | None] | None = None,
         *,
         delay: float = 0,
         deliver_at: datetime | None = None,
