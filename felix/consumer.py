@@ -263,7 +263,7 @@ class Consumer:
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._on_gap = on_gap
-        self._consumer = consumer
+        self._consumer = consumer or connection.runtime.process()
         self._exchange = Exchange(connection, self._request, decode_reply, self, stream=stream)
         self._loop = asyncio.get_running_loop()
         self._started = False

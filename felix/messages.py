@@ -898,9 +898,10 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
 
 
 class OpenQueue(Request["QueueOpened"], frozen=True, tag="open_queue"):
-    """First frame of a queue's exchange; what follows is in felix.queue_messages."""
+    """First frame of a queue's exchange; what follows is in felix.queue_messages. `worker` is a name for people."""
 
     stream: Name
+    worker: Name = ""
 
 
 class QueueOpened(Message, frozen=True, tag="queue_opened"):

@@ -20,6 +20,8 @@ DURATION_MS_MAX: Final = 366 * DAY_MS
 VISIBILITY_MS_MIN: Final = 100
 """A lease shorter than a slow round trip would be lost before it arrives."""
 ATTEMPTS_MAX: Final = 10_000
+DEAD_SUFFIX: Final = ".dead"
+"""Of a dead-letter stream that nobody named otherwise."""
 CACHE_BYTES_MIN: Final = 1 << 20
 CACHE_BYTES_DEFAULT: Final = 64 << 20
 CACHE_LAG_MS: Final = 120_000

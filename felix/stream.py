@@ -214,7 +214,7 @@ class Stream:
 
         Any of `start`, `ack_timeout` and `inactive_ttl` (seconds), `retries`, `unacked_max`, `exclusive`, or `settings` as a whole
         make the subscription where there is none; where there is, they must be the same. With none of them it must exist.
-        `consumer`: a name for people. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
+        `consumer`: a name for people, as `describe_subscription` shows it; host and process id where nothing is said. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
         `on_assigned` and `on_revoked` are called with a shard that comes, or is gone; `on_gap` with what retention took.
         Raises RequestError(CONFIG_INVALID, NAME_INVALID).
         """

@@ -671,7 +671,7 @@ class SyncStream(Blocking[Stream]):
 
         Any of `start`, `ack_timeout` and `inactive_ttl` (seconds), `retries`, `unacked_max`, `exclusive`, or `settings` as a whole
         make the subscription where there is none; where there is, they must be the same. With none of them it must exist.
-        `consumer`: a name for people. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
+        `consumer`: a name for people, as `describe_subscription` shows it; host and process id where nothing is said. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
         `on_assigned` and `on_revoked` are called with a shard that comes, or is gone; `on_gap` with what retention took.
         Raises RequestError(CONFIG_INVALID, NAME_INVALID).
         """
@@ -1124,12 +1124,16 @@ class SyncQueue(Blocking[Queue]):
         prefetch: int = PREFETCH_DEFAULT,
         prefetch_bytes: int = PREFETCH_BYTES_DEFAULT,
         auto_extend: bool = True,
+        extend_for: float | None = None,
+        worker: str = "",
     ) -> SyncQueueConsumer:
         """Jobs as they become ready: an async iterator that never ends by itself.
 
         `visibility`: seconds that a lease lasts (None: as the queue says). `prefetch`: jobs that may be here unsettled, looked at
         or not. With `auto_extend` the leases of all of them are extended for as long as this consumer lives; without, a job that
-        takes longer than its visibility goes to another worker. Raises RequestError(CONFIG_INVALID).
+        takes longer than its visibility goes to another worker. `extend_for`: a job that is not settled so many seconds after it was
+        handed out is not extended any more, so that one that hangs goes to another worker, too. `worker`: a name for people, as
+        `describe` and `peek` show it; host and process id where nothing is said. Raises RequestError(CONFIG_INVALID).
         """
         return SyncQueueConsumer(
             self._background,
@@ -1139,6 +1143,8 @@ class SyncQueue(Blocking[Queue]):
                 prefetch=prefetch,
                 prefetch_bytes=prefetch_bytes,
                 auto_extend=auto_extend,
+                extend_for=extend_for,
+                worker=worker,
             ),
         )
 
@@ -1177,7 +1183,8 @@ class SyncQueue(Blocking[Queue]):
         return self._background.call(self._inner.describe())
 
     def peek(self, records: int = 10) -> list[PeekedJob]:
-        """The first records that are not done, and what they are, without leasing them."""
+        """The first records that are not done, and what they are, without leasing them. Of a leased one: since when, who has it, and
+        the token, with which `settle` can end the lease of a worker that hangs."""
         return self._background.call(self._inner.peek(records))
 
     def redrive(self, records: int = 0) -> int:
@@ -1301,6 +1308,12 @@ class SyncJob(BlockingJob):
     def settled(self) -> bool:
         """True once it was acknowledged or given back here."""
         return self._inner.settled
+
+    @property
+    def lost(self) -> bool:
+        """True once the broker said that the lease is lost: another worker may have the job, and what is done here does not count.
+        Of a job that is extended, by a consumer or by `extend`, it is noticed within a third of the visibility."""
+        return self._inner.lost
 
     def ack(self) -> None:
         """The job is done. Awaited: durably so. Raises RequestError(LEASE_LOST) where it is another's by now, UnavailableError."""
