@@ -31,11 +31,11 @@ from cli.grants import (
     known_bundles,
     operator_id,
     own_bundle,
-    parse_moment,
     put_document,
     read_grant,
     stand,
 )
+from cli.moments import parse_moment
 from cli.notify import Notifier
 from cli.output import iso, note, out, print_json, styled, table
 from cli.peer import entity_of

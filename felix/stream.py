@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
 from felix.batch import Headers, NewRecord
 from felix.consumer import AckMode, Consumer, subscription_settings
+from felix.errors import RequestError
 from felix.messages import (
     AlterSubscription,
     CreateSubscription,
@@ -233,11 +235,22 @@ class Stream:
         )
 
     async def create_subscription(
-        self, name: str, settings: SubscriptionSettings | None = None
+        self, name: str, settings: SubscriptionSettings | None = None, *, begin: int | datetime | None = None
     ) -> SubscriptionState:
-        """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
+        """A durable subscription, before its first consumer. `begin`: an offset, of all shards, or a time (with a time zone) from which
+        on it gets records, instead of where `settings` say. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID, OFFSET_OUT_OF_RANGE;
+        then there is none."""
         wanted = CreateSubscription(str(self.name), name, settings or SubscriptionSettings())
-        return await self._client.connection.request(wanted)
+        start = None if begin is None else start_message(begin, None)
+        state = await self._client.connection.request(wanted)
+        if start is None:
+            return state
+        try:
+            await self._client.connection.request(SeekSubscription(str(self.name), name, start, []))
+        except RequestError:
+            await self.delete_subscription(name)
+            raise
+        return state
 
     async def alter_subscription(
         self,

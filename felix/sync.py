@@ -697,10 +697,12 @@ class SyncStream(Blocking[Stream]):
         )
 
     def create_subscription(
-        self, name: str, settings: SubscriptionSettings | None = None
+        self, name: str, settings: SubscriptionSettings | None = None, *, begin: int | datetime | None = None
     ) -> SubscriptionState:
-        """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
-        return self._background.call(self._inner.create_subscription(name, settings))
+        """A durable subscription, before its first consumer. `begin`: an offset, of all shards, or a time (with a time zone) from which
+        on it gets records, instead of where `settings` say. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID, OFFSET_OUT_OF_RANGE;
+        then there is none."""
+        return self._background.call(self._inner.create_subscription(name, settings, begin=begin))
 
     def alter_subscription(
         self,
