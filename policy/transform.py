@@ -269,7 +269,10 @@ def rule_tree(spec: TransformSpec) -> RuleTree:
                     raise _unusable(f"{rule.field} takes for an object what another rule takes for a list")
                 node = node.members.setdefault(part, RuleTree())
         if node.rule is not None:
-            raise _unusable(f"{rule.field} has two rules")
+            both = {rule.do, node.rule.do}
+            kept = Action.KEEP in both and len(both) == 2 and Action.DROP not in both
+            more = "; it crosses by the other one, so it need not be kept besides" if kept else ""
+            raise _unusable(f"{rule.field} has two rules{more}")
         node.rule = rule
 
     def check(node: RuleTree) -> None:

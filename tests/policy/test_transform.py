@@ -317,7 +317,9 @@ def test_opaque_payloads_cross_as_they_are_and_take_no_rules() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"drop": ["a"], "hash_": ["a"]}, "a has two rules"),
+        ({"drop": ["a"], "hash_": ["a"]}, "a has two rules."),
+        ({"drop": ["a"], "keep": ["a"]}, "a has two rules."),
+        ({"keep": ["a"], "hash_": ["a"]}, "a has two rules; it crosses by the other one"),
         ({"drop": ["a"], "keep": ["a.b"]}, "a has the rule drop, so no rule can apply below it"),
         ({"drop": ["a.b", "a[]"]}, "a[] takes for a list what another rule takes for an object"),
         ({"drop": ["a[]", "a.b"]}, "a.b takes for an object what another rule takes for a list"),
