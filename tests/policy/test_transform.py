@@ -309,6 +309,9 @@ def test_opaque_payloads_cross_as_they_are_and_take_no_rules() -> None:
     assert compile_transform(spec, KEY, "s")(memoryview(b"\x00")) == b"\x00"
     with pytest.raises(RequestError, match="opaque payloads are not read"):
         TransformSpec(format=Format.OPAQUE, filter="a == 1")
+    assert build_spec(opaque=True, headers=["felix.tombstone"]).format is Format.OPAQUE
+    with pytest.raises(RequestError, match="opaque payloads are not read"):
+        build_spec(opaque=True, drop=["a"])
 
 
 # ------------------------------------------------------------------------------------------------ bad specs
