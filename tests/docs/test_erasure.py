@@ -28,5 +28,5 @@ async def test_the_example_and_the_commands_run(tmp_path: Path, monkeypatch: pyt
             await asyncio.to_thread(felix_command, tmp_path, *line.split()[1:])
             for line in commands.splitlines()
         ]
-    last = json.loads(said[-1].stdout.splitlines()[-1])
+    last = json.loads(said[-1].out.splitlines()[-1])
     assert (last["key"], last["value"]) == ("p-8", "") and "felix.tombstone" in last["headers"]
