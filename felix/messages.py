@@ -42,7 +42,8 @@ PROTOCOL_VERSIONS: Final = (2,)
 PAGE_MAX: Final = 500
 """Entries in one page of a listing."""
 
-Name = Annotated[str, msgspec.Meta(max_length=255)]
+NAME_CHARS_MAX: Final = 255
+Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Page = Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

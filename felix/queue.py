@@ -33,7 +33,7 @@ from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.exchange import Exchange
 from felix.frames import Frame
-from felix.messages import Answer, OpenQueue, QueueOpened, StreamState
+from felix.messages import NAME_CHARS_MAX, Answer, OpenQueue, QueueOpened, StreamState
 from felix.names import StreamName
 from felix.payload import Payload, RecordKey
 from felix.queue_messages import (
@@ -711,6 +711,11 @@ class Queue:
         handed out is not extended any more, so that one that hangs goes to another worker, too. `worker`: a name for people, as
         `describe` and `peek` show it; host and process id where nothing is said. Raises RequestError(CONFIG_INVALID).
         """
+        if len(worker) > NAME_CHARS_MAX:
+            raise RequestError(
+                f"A worker's name of {len(worker)} characters; {NAME_CHARS_MAX} are allowed.",
+                code=Code.CONFIG_INVALID,
+            )
         if extend_for is not None and not extend_for > 0:
             raise RequestError(f"Leases extended for {extend_for} s; more than 0.", code=Code.CONFIG_INVALID)
         if not 1 <= prefetch <= PREFETCH_MAX or prefetch_bytes < PREFETCH_BYTES_MIN:

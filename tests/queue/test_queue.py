@@ -143,6 +143,8 @@ async def test_a_job_that_takes_too_long_is_not_extended_for_ever(operator: feli
         await (await anext(hangs)).ack()
     with pytest.raises(RequestError, match="more than 0"):
         jobs.consume(extend_for=0)
+    with pytest.raises(RequestError, match="256 characters"):
+        jobs.consume(worker="w" * 256)
 
 
 async def test_a_lease_that_ran_out_goes_to_another_and_is_refused_to_the_first(
