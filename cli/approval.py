@@ -17,6 +17,7 @@ from felix.identity import Identity
 from felix.identity_file import load_identity
 from felix.names import SpiffeId
 from felix.peer import TrustBundle
+from felix.profile import identity_files
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
 from policy.approval import APPROVER, open_approval, parse_document, sign_approval
@@ -55,7 +56,7 @@ def _identity(as_: str, path: Path | None, context: _ApprovalContext) -> Identit
     if path is None:
         assert context.folder is not None
         path, other = context.folder.identity(as_), context.folder.approver(as_)
-        if other.exists() and load_identity(other).spiffe_id.name == as_:
+        if other.exists() and load_identity(*identity_files(other)).spiffe_id.name == as_:
             path = other
         if not path.exists():
             raise RequestError(
@@ -63,7 +64,7 @@ def _identity(as_: str, path: Path | None, context: _ApprovalContext) -> Identit
                 code=Code.NOT_FOUND,
                 hint=f"Issue it: felix identity issue {as_} --kind {APPROVER} --region {context.region}, or give a path.",
             )
-    identity = load_identity(path)
+    identity = load_identity(*identity_files(path))
     now = now_ms()
     if now > identity.not_after_ms:
         raise RequestError(

@@ -27,7 +27,8 @@ from audit.witness import DiskWitnessStore
 from audit.witness_policy import PolicyError, WitnessPolicy, format_policy
 from cli.audit_copies import furthest_copy
 from cli.exits import EXIT_DAMAGED, EXIT_FAILED, EXIT_VERSION_1
-from cli.grants import known_bundles, parse_past
+from cli.grants import known_bundles
+from cli.moments import parse_past
 from cli.output import counted, err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.process import read_state
 from cli.setting import (

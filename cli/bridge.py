@@ -31,11 +31,11 @@ from cli.grants import (
     known_bundles,
     operator_id,
     own_bundle,
-    parse_moment,
     put_document,
     read_grant,
     stand,
 )
+from cli.moments import parse_moment
 from cli.notify import Notifier
 from cli.output import iso, note, out, print_json, styled, table
 from cli.peer import entity_of
@@ -153,6 +153,9 @@ def allow(
         Missing | None, typer.Option(help="What becomes of a record without such a field.")
     ] = None,
     filter_: Annotated[str, typer.Option("--filter", help="Only records for which this holds cross.")] = "",
+    opaque: Annotated[
+        bool, typer.Option(help="Payloads of any format cross unread; the policies must say opaque: true.")
+    ] = False,
     key: Annotated[KeyRule, typer.Option(help="What becomes of the record's key.")] = KeyRule.PSEUDONYMIZE,
     header: Annotated[list[str] | None, typer.Option(help="This header crosses.")] = None,
     trace: Annotated[bool, typer.Option(help="Trace context crosses.")] = False,
@@ -199,6 +202,7 @@ def allow(
             key=key,
             headers=header or (),
             trace=trace,
+            opaque=opaque,
         ),
         rate_bytes=Rate.parse(rate) if rate else 0,
         budget_bytes=Size.parse(budget) if budget else 0,

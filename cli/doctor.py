@@ -21,13 +21,14 @@ from cli.dependencies import known_bad, tested
 from cli.expiry import expiring
 from cli.output import print_json, styled, table
 from cli.process import read_state
-from cli.setting import JsonOption, folder_of, known_regions, run
+from cli.setting import JsonOption, connect, folder_of, known_regions, run
 from felix.errors import FelixError
-from felix.expiry import until_text
+from felix.expiry import Life, Stage, stage_of, until_text
 from felix.extras import MESH, SDK, install_command
 from felix.identity_file import load_identity
-from felix.profile import felix_home
+from felix.profile import felix_home, identity_files
 from felix.runtime.real import now_ms
+from region.folder import RegionFolder
 from region.metadata.etcd import EtcdConfig, EtcdStore, known_bad_version
 
 EXIT_PROBLEMS = 1
@@ -209,6 +210,10 @@ def _sockets() -> Iterator[Finding]:
 
 
 def _region(name: str) -> Iterator[Finding]:
+    away = RegionFolder.of(name)
+    if away.profile.exists() and not away.config.exists():
+        yield from _client(name, away)
+        return
     folder, config = folder_of(name)
     what = f"region {name}"
     state = read_state(folder.broker_pid)
@@ -243,6 +248,43 @@ def _region(name: str) -> Iterator[Finding]:
         yield Finding(
             what, "problem", "FELIX_FAILPOINT is set: processes will end themselves", "unset FELIX_FAILPOINT"
         )
+
+
+def _client(name: str, folder: RegionFolder) -> Iterator[Finding]:
+    """A folder with a profile and identities alone: that of clients on another machine than the region's."""
+    what, now = f"region {name}", now_ms()
+    for path in sorted(folder.identities.glob("*.pem")):
+        try:
+            identity = load_identity(*identity_files(path))
+        except FelixError as error:
+            yield Finding(what, "problem", error.sentence, error.hint)
+            continue
+        life = Life(identity.not_before_ms, identity.not_after_ms)
+        stage = stage_of(life, now)
+        yield Finding(
+            what,
+            "ok" if stage is Stage.FRESH else "note" if stage is Stage.DUE else "problem",
+            f"{identity.spiffe_id} {until_text(identity.not_after_ms, now)}",
+            ""
+            if stage is Stage.FRESH
+            else "Have it issued again by the region's operator: felix identity issue.",
+        )
+        if life.not_before_ms > now:
+            yield Finding(
+                what, "problem", f"{identity.spiffe_id} is not valid yet", "Set this machine's clock right."
+            )
+    try:
+        found = run(_reached(name))
+    except FelixError as error:
+        yield Finding(what, "problem", error.sentence, error.hint)
+    else:
+        yield Finding(what, "ok", found)
+
+
+async def _reached(name: str) -> str:
+    async with connect(name) as client:
+        session = client.session
+        return f"{session.broker} lets {session.identity} in"
 
 
 async def _etcd_versions(endpoints: tuple[str, ...]) -> dict[str, str]:

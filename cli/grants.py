@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +20,6 @@ from keys.bundle import RegionBundle, decode_bundle
 from keys.key_file import load_signing_key
 from policy.approval import Document, parse_document
 from policy.grant import GrantBook, Standing, StandingAction, lasts, sign_standing
-from policy.quantity import Duration
 from policy.signed import SignatureError, SignedDocument
 from policy.truncation import Truncation
 from region.folder import RegionFolder
@@ -157,32 +155,6 @@ def operator_id(region: str, identity: str = "") -> str:
             hint="Come as an operator: --as NAME, one of those that region.yaml lists.",
         )
     return str(who)
-
-
-def parse_moment(text: str, now: int) -> int:
-    """A duration from now (`90d`) or a date (`2027-01-31`), in ms. Raises RequestError(INVALID)."""
-    return _moment(text, now, 1)
-
-
-def parse_past(text: str, now: int) -> int:
-    """So long ago (`90d`) or a date that is not to come, in ms. Raises RequestError(INVALID)."""
-    moment = _moment(text, now, -1)
-    if moment > now:
-        raise RequestError(f"{text!r} is still to come.", hint="Write 30d for thirty days ago, or a date.")
-    return moment
-
-
-def _moment(text: str, now: int, sign: int) -> int:
-    try:
-        return now + sign * Duration.parse(text)
-    except RequestError as error:
-        try:
-            moment = datetime.fromisoformat(text)
-        except ValueError:
-            raise RequestError(
-                f"{text!r} is neither a duration nor a date.", hint="Write 90d, or 2027-01-31."
-            ) from error
-    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 def default_bridge(config: RegionConfig, to: str) -> str:

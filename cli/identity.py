@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,15 +11,19 @@ import typer
 from cli.output import iso, lines, note, out, print_json, styled, table
 from cli.process import read_state
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, folder_of, run
+from felix.certificate import read_certificates
 from felix.errors import FelixError, RequestError
+from felix.files import read_file
 from felix.identity_file import load_identity
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from keys.authority import load_authority, save_issuing
 from keys.bundle import decode_bundle
+from keys.identity_request import requested_key
 from policy.access import parse_rights
 from policy.quantity import Duration
-from region.bootstrap import identity_file, issue_identity
+from region.bootstrap import certify_identity, identity_file, issue_identity
+from region.client_folder import write_client_folder
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -36,10 +41,30 @@ def issue(
     renewable_for: Annotated[
         str, typer.Option(help="How long from now on it may renew itself, as in 90d; 0s: not at all.")
     ] = "",
+    request: Annotated[
+        Path | None,
+        typer.Option(
+            help="A certificate request (PKCS #10) of whoever has made the key and keeps it; takes --home.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also put what it needs on another machine into this folder, which is FELIX_HOME there.",
+            file_okay=False,
+        ),
+    ] = None,
     region: RegionOption = "",
 ) -> None:
     """Issue (or renew) an identity; with --allow, give it these rights and no others."""
     folder, config = folder_of(region)
+    if request is not None and home is None:
+        raise RequestError(
+            "The certificate of a requested identity is not kept here.",
+            hint="Say with --home which folder it is written to, for the machine that has the key.",
+        )
     rights = [str(right) for text in allow or [] for right in parse_rights(text)]
     if rights and read_state(folder.broker_pid) is None:
         raise RequestError(
@@ -49,22 +74,41 @@ def issue(
     life = timedelta(milliseconds=Duration.parse(lifetime)) if lifetime else None
     span = timedelta(milliseconds=Duration.parse(renewable_for)) if renewable_for else None
     issued_ms = now_ms()
-    identity = issue_identity(folder, config, kind, name, issued_ms, lifetime=life, renewable_for=span)
+    files: list[Path] = []
+    if request is not None and home is not None:
+        key = requested_key(read_file(request, "the certificate request"))
+        spiffe_id, chain = certify_identity(
+            folder, config, kind, name, key, issued_ms, lifetime=life, renewable_for=span
+        )
+        files.append(write_client_folder(folder, home, spiffe_id, chain))
+    else:
+        identity = issue_identity(folder, config, kind, name, issued_ms, lifetime=life, renewable_for=span)
+        spiffe_id, chain = identity.spiffe_id, identity.chain_pem
+        files.append(identity_file(folder, spiffe_id))
+        if home is not None:
+            files.append(write_client_folder(folder, home, spiffe_id, chain, identity.key_pem()))
     if rights:
-        run(_put_rights(config.region, str(identity.spiffe_id), rights))
-    out.print(styled((str(identity.spiffe_id), "bold"), f" is valid until {iso(identity.not_after_ms)}"))
+        run(_put_rights(config.region, str(spiffe_id), rights))
+    leaf, *above = read_certificates(chain)
+    end_ms = min(each.not_after_ms for each in (leaf, *above))
+    out.print(styled((str(spiffe_id), "bold"), f" is valid until {iso(end_ms)}"))
     # Certificates count in seconds.
-    if life is not None and identity.not_after_ms + 1000 < issued_ms + life / timedelta(milliseconds=1):
+    if life is not None and end_ms + 1000 < issued_ms + life / timedelta(milliseconds=1):
         note(
             "that is sooner than asked for: no identity outlives the certificate that the region issues with"
         )
-    out.print(f"  {identity_file(folder, identity.spiffe_id)}")
-    if identity.renewal is not None and identity.renewal.until_ms > identity.not_after_ms:
-        out.print(f"  renews itself while it is used, until {iso(identity.renewal.until_ms)}")
-    elif identity.renewal is not None:
+    for path in files:
+        out.print(f"  {path}")
+    if leaf.renewal is not None and leaf.renewal.until_ms > end_ms:
+        out.print(f"  renews itself while it is used, until {iso(leaf.renewal.until_ms)}")
+    elif leaf.renewal is not None:
         out.print("  does not renew itself: issue it again before it ends")
     for right in rights:
         out.print(f"  may {right}")
+    if home is not None:
+        out.print(f"Copy {home} to its machine, whole, and set FELIX_HOME to it there.")
+    if request is not None:
+        out.print(f"The key goes beside the certificate, as {files[0].with_suffix('.key').name}, mode 600.")
     if kind == "bridge":
         out.print("The bundle names this bridge's audit log now: regions that trust this one need it again.")
         out.print(f"  {folder.bundle}")

@@ -35,6 +35,7 @@ from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.queue import Job, job_headers
 from felix.queue_messages import Held, QueueState
+from felix.settings import DEAD_SUFFIX
 from policy.quantity import Duration, Size
 
 app = typer.Typer(no_args_is_help=True)
@@ -240,8 +241,8 @@ def describe(
     if state.workers:
         table(
             "Workers",
-            ["identity", "leased#", "pushed to"],
-            [[worker.identity, worker.leased, worker.granted] for worker in state.workers],
+            ["worker", "identity", "leased#", "pushed to"],
+            [[worker.name, worker.identity, worker.leased, worker.granted] for worker in state.workers],
         )
 
 
@@ -326,6 +327,12 @@ def consume(
     workers: Annotated[int, typer.Option(help="With --exec: so many at a time.")] = 1,
     prefetch: Annotated[int, typer.Option(help="Jobs that are here and not finished, at most.")] = 64,
     visibility: Annotated[str, typer.Option(help="How long a lease lasts. Default: as the queue says.")] = "",
+    extend_for: Annotated[
+        str,
+        typer.Option(
+            help="A job that takes longer, as in 1h, is not extended any more: another worker gets it. Default: no bound."
+        ),
+    ] = "",
     until_empty: Annotated[bool, typer.Option("--until-empty", help="End when nothing is ready.")] = False,
     region: RegionOption = "",
     identity: IdentityOption = "",
@@ -333,11 +340,15 @@ def consume(
 ) -> None:
     """Work on jobs: print each and acknowledge it, or run a command for each.
 
-    Leases are extended for as long as this runs.
+    Leases are extended for as long as this runs, or as --extend-for says.
     """
     if count < 0 or workers < 1:
         raise RequestError("--count is 0 or more, --workers 1 or more.")
-    run(_consume(region, identity, name, exec_, count, workers, prefetch, visibility, until_empty, json))
+    run(
+        _consume(
+            region, identity, name, exec_, count, workers, prefetch, visibility, extend_for, until_empty, json
+        )
+    )
 
 
 async def _consume(
@@ -349,6 +360,7 @@ async def _consume(
     workers: int,
     prefetch: int,
     visibility: str,
+    extend_for: str,
     until_empty: bool,
     as_json: bool,
 ) -> None:
@@ -361,6 +373,7 @@ async def _consume(
         consumer = queue.consume(
             prefetch=min(prefetch, count) if count else prefetch,
             visibility=int(Duration.parse(visibility)) / 1000 if visibility else None,
+            extend_for=int(Duration.parse(extend_for)) / 1000 if extend_for else None,
         )
 
         async def work() -> None:
@@ -467,7 +480,7 @@ def lease(
 
 @app.command()
 def ack(name: Name, jobs: Handles, region: RegionOption = "", identity: IdentityOption = "") -> None:
-    """Acknowledge leased jobs: they are done."""
+    """Acknowledge leased jobs, whoever leased them: they are done."""
     _settle(region, identity, name, "ack", jobs)
 
 
@@ -480,7 +493,7 @@ def nack(
     region: RegionOption = "",
     identity: IdentityOption = "",
 ) -> None:
-    """Give leased jobs back, to be tried again."""
+    """Give leased jobs back, whoever leased them, to be tried again."""
     delay_s = int(Duration.parse(delay)) / 1000 if delay else None
     _settle(region, identity, name, "nack", jobs, delay=delay_s, reason=reason)
 
@@ -519,7 +532,7 @@ def peek(
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Show the first records that are not done, without leasing them."""
+    """Show the first records that are not done, without leasing them: of a leased one the handle, who has it, and since when."""
 
     async def look() -> list[Any]:
         async with connect(region, identity) as client:
@@ -531,13 +544,28 @@ def peek(
         return
     table(
         f"First records of {name}",
-        ["shard#", "offset#", "state", "attempts#", "until", "published", "key", "payload"],
+        [
+            "shard#",
+            "offset#",
+            "state",
+            "attempts#",
+            "job",
+            "worker",
+            "since",
+            "until",
+            "published",
+            "key",
+            "payload",
+        ],
         [
             [
                 each.job.shard,
                 each.job.offset,
                 each.phase,
                 each.job.attempts,
+                _handle(each.job) if each.phase == "leased" else "",
+                each.worker,
+                iso(each.leased_ms) if each.leased_ms else "",
                 iso(each.due_ms) if each.phase in ("leased", "delayed") else "",
                 iso(each.job.timestamp_ms),
                 _short(each.job.key or b""),
@@ -560,9 +588,24 @@ def redrive(
 
     async def bring() -> int:
         async with connect(region, identity) as client:
-            return await client.queue(name).redrive(records)
+            try:
+                return await client.queue(name).redrive(records)
+            except RequestError as error:
+                if error.code is not Code.UNSUPPORTED:
+                    raise
+                raise RequestError(
+                    f"{name} is no queue: dead letters of its durable subscriptions stay where they are.",
+                    code=Code.UNSUPPORTED,
+                    hint=f"Work on them there: felix queue consume {name}.dead",
+                ) from error
 
     count = run(bring())
+    if not count and name.endswith(DEAD_SUFFIX):
+        source = name.removesuffix(DEAD_SUFFIX)
+        note(
+            f"{name} holds dead letters of others: name the queue they came from (felix queue redrive {source}), or, where "
+            f"they are a durable subscription's, work on them where they are (felix queue consume {name})."
+        )
     _say_count(count, f"{_counted(count, 'dead letter is', 'dead letters are')} back in {name}", json)
 
 
@@ -642,6 +685,10 @@ def _queue_record(found: Any) -> dict[str, Any]:
         "offset": job.offset,
         "phase": found.phase,
         "attempts": job.attempts,
+        "job": _handle(job) if found.phase == "leased" else None,
+        "identity": found.identity,
+        "worker": found.worker,
+        "leased_ms": found.leased_ms,
         "due_ms": found.due_ms,
         "time_ms": job.timestamp_ms,
         "key": data_value(job.key) if job.key else None,
@@ -660,7 +707,7 @@ def _parse_handle(text: str) -> Held:
     if len(parts) != 3 or not all(part.isdecimal() and len(part) < 18 for part in parts):
         raise RequestError(
             f"{text!r} is no handle of a job.",
-            hint="It is shard:offset:token, as felix queue lease prints it.",
+            hint="It is shard:offset:token, as felix queue lease and felix queue peek print it.",
         )
     shard, offset, token = map(int, parts)
     return Held(shard, offset, 1, token)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import typer
 
 import felix
+from cli.moments import parse_past, parse_time
 from cli.output import (
     Printed,
     counted,
@@ -26,6 +27,7 @@ from cli.output import (
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reader_watched, run
 from felix.errors import Code, RequestError
 from felix.messages import ShardState, StreamState
+from felix.runtime.real import now_ms
 from felix.settings import Compaction, Deduplication, Offload, Views
 from felix.tasks import end_tasks
 from policy.quantity import Duration, Size
@@ -467,7 +469,10 @@ def subscribe(
         str,
         typer.Option(
             "--from",
-            help="earliest, latest, @offset, or a time such as 2013-01-01T00:00Z. Default: latest; earliest with --until-end.",
+            help=(
+                "earliest, latest, @offset, a time such as 2013-01-01T00:00Z, or so long ago, as in 2h. Default: latest; earliest with "
+                "--until and --until-end."
+            ),
         ),
     ] = "",
     shard: Annotated[list[int] | None, typer.Option(help="Only this shard; may be repeated.")] = None,
@@ -475,29 +480,48 @@ def subscribe(
     until_end: Annotated[
         bool, typer.Option("--until-end", help="End where the stream ended at the start.")
     ] = False,
+    until: Annotated[
+        str,
+        typer.Option(
+            help="Only records from before this time, or from before so long ago, as in 10m; ends there."
+        ),
+    ] = "",
+    key: Annotated[str, typer.Option(help="Only records with this key.")] = "",
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
     """Print records as they come; with --json one object a line, with offset, time, key and headers."""
+    wanted = _Wanted(key.encode() or None, parse_past(until, now_ms()) if until else None, count)
+    until_end = until_end or bool(until)
     start = parse_start(from_ or ("earliest" if until_end else "latest"))
-    run(_subscribe(region, identity, name, start, shard, count, until_end, json))
+    run(_subscribe(region, identity, name, start, shard, wanted, until_end, json))
 
 
-def parse_start(text: str) -> str | int | datetime:
+def parse_start(text: str) -> Literal["earliest", "latest"] | int | datetime:
     """What the SDK takes as a start. Raises RequestError(INVALID)."""
-    if text in ("earliest", "latest"):
-        return text
+    if text == "earliest":
+        return "earliest"
+    if text == "latest":
+        return "latest"
     if text.startswith("@") and text[1:].isdecimal():
         return int(text[1:])
     try:
-        moment = datetime.fromisoformat(text)
-    except ValueError as error:
+        return datetime.fromtimestamp(parse_time(text, now_ms()) / 1000, UTC)
+    except RequestError as error:
         raise RequestError(
             f"{text!r} is no place to start.",
-            hint="Use earliest, latest, @offset as in @1200, or a time as in 2013-01-01T00:00Z.",
+            hint="Use earliest, latest, @offset as in @1200, a time as in 2013-01-01T00:00Z, or so long ago, as in 2h.",
         ) from error
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+class _Wanted(NamedTuple):
+    """Of the records that come, those that are to be printed."""
+
+    key: bytes | None
+    until_ms: int | None
+    records_max: int
+    """0: all"""
 
 
 async def _subscribe(
@@ -506,7 +530,7 @@ async def _subscribe(
     name: str,
     start: Any,
     shards: list[int] | None,
-    count: int,
+    wanted: _Wanted,
     until_end: bool,
     as_json: bool,
 ) -> None:
@@ -533,12 +557,16 @@ async def _subscribe(
                     return
                 async for batch in subscription.batches():
                     for record in batch.records():
-                        write_record(record, batch.shard, as_json=as_json)
-                        printed.add(batch.shard, record.offset)
-                        given += 1
-                        if record.offset + 1 >= ends.get(batch.shard, 1 << 62):
+                        if until_end and batch.shard not in ends:
+                            break  # of a shard that is done, while another one is not
+                        past = wanted.until_ms is not None and record.timestamp_ms >= wanted.until_ms
+                        if not past and (wanted.key is None or record.key == wanted.key):
+                            write_record(record, batch.shard, as_json=as_json)
+                            printed.add(batch.shard, record.offset)
+                            given += 1
+                        if past or record.offset + 1 >= ends.get(batch.shard, 1 << 62):
                             del ends[batch.shard]
-                        if given == count or (until_end and not ends):
+                        if (wanted.records_max and given == wanted.records_max) or (until_end and not ends):
                             printed.flush()
                             return
                     # The reader of a pipe gets each batch when it comes.

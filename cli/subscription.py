@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +21,13 @@ app = typer.Typer(no_args_is_help=True)
 
 Stream = Annotated[str, typer.Argument(help="tenant/namespace/name, as in acme/ops/departures.")]
 Name = Annotated[str, typer.Argument(help="The subscription's name, as in billing.")]
-From = Annotated[str, typer.Option("--from", help="earliest or latest: where it begins.")]
+From = Annotated[
+    str,
+    typer.Option(
+        "--from",
+        help="Where it begins: earliest, latest, @offset, a time such as 2013-01-01T00:00Z, or so long ago, as in 2h.",
+    ),
+]
 AckTimeout = Annotated[str, typer.Option(help="What is not acknowledged after so long is delivered again.")]
 Attempts = Annotated[int, typer.Option(help="Deliveries before a record is a dead letter; 0: no bound.")]
 RetryInterval = Annotated[str, typer.Option(help="Wait before the second delivery, doubled each time.")]
@@ -53,8 +60,9 @@ def create(
     json: JsonOption = False,
 ) -> None:
     """Create a durable subscription."""
+    start = parse_start(from_)
     settings = SubscriptionSettings(
-        from_,
+        start if isinstance(start, str) else "latest",
         int(Duration.parse(ack_timeout)),
         Retries(
             max_attempts,
@@ -67,18 +75,23 @@ def create(
         exclusive,
     )
     settings.check()
-    state = run(_create(region, identity, stream, name, settings))
+    state = run(_create(region, identity, stream, name, settings, None if isinstance(start, str) else start))
     if json:
         print_json(state)
     else:
-        out.print(f"{state.name} of {state.stream} is created, from {state.settings.start}")
+        out.print(f"{state.name} of {state.stream} is created, from {from_}")
 
 
 async def _create(
-    region: str, identity: str, stream: str, name: str, settings: SubscriptionSettings
+    region: str,
+    identity: str,
+    stream: str,
+    name: str,
+    settings: SubscriptionSettings,
+    begin: int | datetime | None,
 ) -> SubscriptionState:
     async with connect(region, identity) as client:
-        return await client.stream(stream).create_subscription(name, settings)
+        return await client.stream(stream).create_subscription(name, settings, begin=begin)
 
 
 @app.command()
@@ -254,7 +267,10 @@ def seek(
     stream: Stream,
     name: Name,
     to: Annotated[
-        str, typer.Argument(help="earliest, latest, @offset, or a time such as 2013-01-01T00:00Z.")
+        str,
+        typer.Argument(
+            help="earliest, latest, @offset, a time such as 2013-01-01T00:00Z, or so long ago, as in 2h."
+        ),
     ],
     shard: Annotated[list[int] | None, typer.Option(help="Only this shard; may be repeated.")] = None,
     region: RegionOption = "",
@@ -269,7 +285,7 @@ async def _seek(region: str, identity: str, stream: str, name: str, to: str, sha
     async with connect(region, identity) as client:
         return await client.stream(stream).seek_subscription(
             name,
-            start,  # type: ignore[arg-type]
+            start,
             shards=shards,
         )
 

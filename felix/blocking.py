@@ -19,7 +19,7 @@ from felix import cache, client, consumer, queue, subscription, transaction
 from felix.batch import Headers, Record
 from felix.errors import Code, RequestError
 from felix.notebook import Rows
-from felix.payload import MessageId, Payload, paired, payload_bytes, with_message_id
+from felix.payload import MessageId, Payload, RecordKey, key_bytes, paired, payload_bytes, with_message_id
 from felix.publisher import Publisher
 from felix.publisher_core import PublishProgress
 
@@ -254,7 +254,7 @@ class GatheringPublisher(Blocking[Publisher]):
     def send(
         self,
         payload: Payload,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         *,
         message_id: MessageId | None = None,
@@ -263,9 +263,10 @@ class GatheringPublisher(Blocking[Publisher]):
         if message_id is not None:
             headers = with_message_id(headers, message_id)
         taken = payload_bytes(payload)
+        own = key_bytes(key) if key else None
         with self._lock:
             first = not self._records
-            self._records.append((taken, key, headers))
+            self._records.append((taken, own, headers))
             self._gathered_bytes += len(taken)
             full = self._gathered_bytes >= self._batch_bytes or len(self._records) >= self._batch_records
         if full:
@@ -273,7 +274,7 @@ class GatheringPublisher(Blocking[Publisher]):
         elif first and self._linger_s:
             self._background.loop.call_soon_threadsafe(self._begin_linger)
 
-    def send_many(self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None) -> None:
+    def send_many(self, payloads: Iterable[Payload], keys: Iterable[RecordKey | None] | None = None) -> None:
         """Gather many records."""
         for payload, key in paired(payloads, keys):
             self.send(payload, key)

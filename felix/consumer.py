@@ -52,7 +52,7 @@ from felix.consumer_messages import (
 from felix.errors import Code, FelixError, ProtocolError, RequestError, protocol_breach
 from felix.exchange import Exchange
 from felix.frames import FRAME_HEADER_BYTES, Frame, FrameType, GapReason, decode_gap
-from felix.messages import Answer, ConsumerOpened, OpenConsumer
+from felix.messages import NAME_CHARS_MAX, Answer, ConsumerOpened, OpenConsumer
 from felix.names import StreamName, parse_subscription
 from felix.ranges import RangeSet, pairs
 from felix.session import CreditWindow
@@ -253,6 +253,11 @@ class Consumer:
             )
         if ack not in ("explicit", "auto"):
             raise RequestError(f"ack is {ack!r}; it is 'explicit' or 'auto'.", code=Code.CONFIG_INVALID)
+        if len(consumer) > NAME_CHARS_MAX:
+            raise RequestError(
+                f"A consumer's name of {len(consumer)} characters; {NAME_CHARS_MAX} are allowed.",
+                code=Code.CONFIG_INVALID,
+            )
         if settings is not None:
             settings.check()
         self.stream = stream
@@ -263,7 +268,7 @@ class Consumer:
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._on_gap = on_gap
-        self._consumer = consumer
+        self._consumer = consumer or connection.runtime.process()
         self._exchange = Exchange(connection, self._request, decode_reply, self, stream=stream)
         self._loop = asyncio.get_running_loop()
         self._started = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from felix.errors import RequestError
+from felix.errors import Code, RequestError
 from felix.files import PRIVATE, read_file, replace_file
 from felix.identity import Identity, parse_identity
 
@@ -14,8 +14,16 @@ def load_identity(path: Path, key_path: Path | None = None) -> Identity:
 
     Raises RequestError: NOT_FOUND, FORBIDDEN (a private key that others may read), IDENTITY_REFUSED.
     """
-    pem = read_file(path, "a certificate chain", private=key_path is None)
-    if key_path is not None:
+    pem = read_file(path, "a certificate chain")
+    if key_path is None and b"CERTIFICATE-----" in pem and b"PRIVATE KEY-----" not in pem:
+        raise RequestError(
+            f"{path} has no private key, and there is none beside it.",
+            code=Code.IDENTITY_REFUSED,
+            hint=f"Put the key that the certificate was requested for beside it, as {path.stem}.key, mode 600.",
+        )
+    if key_path is None:
+        pem = read_file(path, "a certificate chain", private=True)
+    else:
         pem = pem + b"\n" + read_file(key_path, "the private key of an identity", private=True)
     try:
         return parse_identity(pem)

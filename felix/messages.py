@@ -42,7 +42,8 @@ PROTOCOL_VERSIONS: Final = (2,)
 PAGE_MAX: Final = 500
 """Entries in one page of a listing."""
 
-Name = Annotated[str, msgspec.Meta(max_length=255)]
+NAME_CHARS_MAX: Final = 255
+Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Page = Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -898,9 +899,10 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
 
 
 class OpenQueue(Request["QueueOpened"], frozen=True, tag="open_queue"):
-    """First frame of a queue's exchange; what follows is in felix.queue_messages."""
+    """First frame of a queue's exchange; what follows is in felix.queue_messages. `worker` is a name for people."""
 
     stream: Name
+    worker: Name = ""
 
 
 class QueueOpened(Message, frozen=True, tag="queue_opened"):

@@ -15,6 +15,8 @@ RECORD_OVERHEAD_BYTES: Final = 12
 """Overhead of a record in a batch, in bytes: one entry in each of the three columns."""
 
 Payload = bytes | bytearray | memoryview
+RecordKey = bytes | bytearray | memoryview
+"""Of a record; a view too, as the records of a received batch have it."""
 MessageId = bytes | str
 
 
@@ -34,8 +36,8 @@ def message_id_of(headers: Headers | None) -> bytes | None:
 
 
 def paired(
-    payloads: Iterable[Payload], keys: Iterable[bytes | None] | None
-) -> Iterator[tuple[Payload, bytes | None]]:
+    payloads: Iterable[Payload], keys: Iterable[RecordKey | None] | None
+) -> Iterator[tuple[Payload, RecordKey | None]]:
     """Payloads with their keys. Raises RequestError where there are not as many of both."""
     if keys is None:
         for payload in payloads:
@@ -59,11 +61,17 @@ def payload_bytes(payload: object) -> bytes:
     )
 
 
-def check_key(key: object) -> None:
-    """Raises RequestError where a key is not bytes, or too long."""
-    if not isinstance(key, bytes):
-        raise RequestError(f"A key is bytes, not {type(key).__name__}.", hint="Encode it first.")
+def key_bytes(key: object) -> bytes:
+    """The key as immutable bytes. Raises RequestError if it is not bytes-like, or too long."""
+    if type(key) is not bytes:
+        if not isinstance(key, bytes | bytearray | memoryview):
+            raise RequestError(
+                f"A key is bytes, not {type(key).__name__}.",
+                hint="Encode it first, as in text.encode() or str(number).encode().",
+            )
+        key = bytes(key)
     if len(key) > KEY_BYTES_MAX:
         raise RequestError(
             f"A key has {len(key)} bytes; {KEY_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE
         )
+    return key

@@ -28,7 +28,7 @@ from felix.frames import AppendedBody
 from felix.link import Link
 from felix.messages import Answer, OpenPublisher, PublisherOpened
 from felix.names import StreamName
-from felix.payload import MessageId, Payload, check_key, paired, payload_bytes, with_message_id
+from felix.payload import MessageId, Payload, RecordKey, key_bytes, paired, payload_bytes, with_message_id
 from felix.publisher_core import (
     BATCH_BYTES_DEFAULT,
     BATCH_RECORDS_DEFAULT,
@@ -265,7 +265,7 @@ class Publisher:
     async def send(
         self,
         payload: Payload,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         *,
         message_id: MessageId | None = None,
@@ -293,7 +293,7 @@ class Publisher:
     async def publish(
         self,
         payload: Payload,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         *,
         shard: int | None = None,
@@ -320,18 +320,17 @@ class Publisher:
         self._add(payload, key, headers, future, shard)
         return await future
 
-    def _own_record(self, payload: Payload, key: bytes | None, headers: Headers | None) -> NewRecord:
+    def _own_record(self, payload: Payload, key: RecordKey | None, headers: Headers | None) -> NewRecord:
         """One record, checked as the core checks those that it is given one by one."""
-        if key:
-            check_key(key)
+        own = key_bytes(key) if key else None
         if self._tracer is not None:
             headers = self._tracer.inject(headers)
-        return NewRecord(payload_bytes(payload), key, headers)
+        return NewRecord(payload_bytes(payload), own, headers)
 
     def publish_nowait(
         self,
         payload: Payload,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         *,
         message_id: MessageId | None = None,
@@ -361,7 +360,7 @@ class Publisher:
         return future
 
     async def send_many(
-        self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None
+        self, payloads: Iterable[Payload], keys: Iterable[RecordKey | None] | None = None
     ) -> None:
         """Put many records into their batches: the cheapest way per record. As `send` otherwise."""
         core, tracer = self._core, self._tracer
@@ -377,7 +376,7 @@ class Publisher:
                     await self._yield()
 
     async def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]:
         """Publish many records and return their offsets, in the order given, once all are in the log.
 
@@ -500,7 +499,7 @@ class Publisher:
     def _add(
         self,
         payload: Payload,
-        key: bytes | None,
+        key: RecordKey | None,
         headers: Headers | None,
         caller: asyncio.Future[int] | _Place,
         shard: int | None = None,

@@ -54,7 +54,7 @@ from felix.errors import Code, FelixError, NotLeaderError, RequestError, Unavail
 from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, encode_condition, frame_header
 from felix.messages import Throttled
 from felix.names import StreamName, shard_for_key
-from felix.payload import RECORD_OVERHEAD_BYTES, Payload, check_key, message_id_of, payload_bytes
+from felix.payload import RECORD_OVERHEAD_BYTES, Payload, RecordKey, key_bytes, message_id_of, payload_bytes
 from felix.provenance import check_own
 from felix.runtime.port import Random
 
@@ -467,7 +467,7 @@ class PublisherCore:
     def add(
         self,
         payload: Payload,
-        key: bytes | None,
+        key: RecordKey | None,
         headers: Headers | None,
         caller: Caller | None = None,
         shard: int | None = None,
@@ -477,11 +477,11 @@ class PublisherCore:
             payload = payload_bytes(payload)
         size = len(payload) + RECORD_OVERHEAD_BYTES
         unkeyed = False
+        own: bytes | None = None
         if key:
-            if type(key) is not bytes or len(key) > KEY_BYTES_MAX:
-                check_key(key)
-            accumulator = self.accumulators[shard_for_key(key, len(self.accumulators))]
-            size += len(key)
+            own = key if type(key) is bytes and len(key) <= KEY_BYTES_MAX else key_bytes(key)
+            accumulator = self.accumulators[shard_for_key(own, len(self.accumulators))]
+            size += len(own)
         elif headers and (route := headers.get(MESSAGE_ID_HEADER)):
             # A repetition must reach the shard that remembers the first one.
             accumulator = self.accumulators[shard_for_key(route, len(self.accumulators))]
@@ -517,7 +517,7 @@ class PublisherCore:
         if not records:
             accumulator.first = self.given
         self.given += 1
-        records.append(NewRecord(payload, key, headers))
+        records.append(NewRecord(payload, own, headers))
         accumulator.open_bytes += size
         self.held_bytes += size
         if accumulator.open_bytes >= self.batch_bytes or len(records) >= self.batch_records:

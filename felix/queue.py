@@ -33,9 +33,9 @@ from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.exchange import Exchange
 from felix.frames import Frame
-from felix.messages import Answer, OpenQueue, QueueOpened, StreamState
+from felix.messages import NAME_CHARS_MAX, Answer, OpenQueue, QueueOpened, StreamState
 from felix.names import StreamName
-from felix.payload import Payload
+from felix.payload import Payload, RecordKey
 from felix.queue_messages import (
     LEASE_BYTES_MAX,
     LEASE_RECORDS_MAX,
@@ -89,13 +89,16 @@ _log = logging.getLogger("felix.queue")
 class Job:
     """One record that this client has leased."""
 
-    __slots__ = ("_body", "_consumer", "_queue", "_settled", "_settler", "_size", "until")
+    __slots__ = ("_begun", "_body", "_consumer", "_lost", "_queue", "_settled", "_settler", "_size", "until")
 
     def __init__(self, queue: Queue, settler: _Settler, body: LeasedJob, until: float) -> None:
         self._queue = queue
         self._settler = settler
         self._body = body
         self._settled = False
+        self._lost = False
+        self._begun: float | None = None
+        """When a consumer handed it out, by the loop's clock."""
         self._consumer: QueueConsumer | None = None
         self._size = 0
         self.until = until
@@ -141,6 +144,12 @@ class Job:
     def settled(self) -> bool:
         """True once it was acknowledged or given back here."""
         return self._settled
+
+    @property
+    def lost(self) -> bool:
+        """True once the broker said that the lease is lost: another worker may have the job, and what is done here does not count.
+        Of a job that is extended, by a consumer or by `extend`, it is noticed within a third of the visibility."""
+        return self._lost
 
     def __repr__(self) -> str:
         return f"Job({str(self._queue.name)!r}, shard={self.shard}, offset={self.offset}, attempts={self.attempts})"
@@ -268,8 +277,9 @@ class _Settler:
             refusal = failed
             if failed is None and (job.shard, job.offset) in lost:
                 refusal = _lost(self._name, job)
-                if settlement[0] != "release":
+                if settlement[0] != "release" and not job._lost:
                     self.lost += 1
+                job._lost = True
             if future.done():
                 continue
             if refusal is None:
@@ -332,19 +342,29 @@ class QueueConsumer:
     """
 
     def __init__(
-        self, queue: Queue, *, visibility_ms: int, prefetch: int, prefetch_bytes: int, auto_extend: bool
+        self,
+        queue: Queue,
+        *,
+        visibility_ms: int,
+        prefetch: int,
+        prefetch_bytes: int,
+        auto_extend: bool,
+        extend_for: float | None,
+        worker: str,
     ) -> None:
         self._queue = queue
+        self._extend_for = extend_for
         self._asked_visibility_ms = visibility_ms
         self._visibility_ms = visibility_ms
         self._prefetch = prefetch
         self._prefetch_bytes = prefetch_bytes
         self._auto_extend = auto_extend
-        self._exchange = queue._exchange(_Listener(self))
+        self._exchange = queue._exchange(_Listener(self), worker)
         self._settler = _Settler(self._call, queue.name)
         self._ready: deque[Job] = deque()
         self._held: set[Job] = set()
         self._held_bytes = 0
+        self._overdue: set[Job] = set()
         self._received_records = self._received_bytes = 0
         self._granted_records = self._granted_bytes = 0
         self._grant_due = False
@@ -435,7 +455,9 @@ class QueueConsumer:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._ready.popleft()
+        job = self._ready.popleft()
+        job._begun = asyncio.get_running_loop().time()
+        return job
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -448,7 +470,20 @@ class QueueConsumer:
             self._extend_held()
 
     def _extend_held(self) -> None:
+        limit = self._extend_for
+        now = asyncio.get_running_loop().time()
         for job in self._held:
+            if job._lost:
+                continue
+            if limit is not None and job._begun is not None and now - job._begun >= limit:
+                if job not in self._overdue:
+                    self._overdue.add(job)
+                    _log.warning(
+                        "%r has been worked on for %.0f s: its lease is not extended any more",
+                        job,
+                        now - job._begun,
+                    )
+                continue
             job.extend(self._visibility_ms / 1000)
 
     def _take_visibility(self, visibility_ms: int) -> None:
@@ -502,6 +537,7 @@ class QueueConsumer:
         """A job is off our hands: there is room for another."""
         if job in self._held:
             self._held.discard(job)
+            self._overdue.discard(job)
             self._held_bytes -= job._size
             if not self._grant_due and not self._closing:
                 self._grant_due = True
@@ -554,15 +590,15 @@ class Publishing(Protocol):
     """The part of a stream that a queue uses: `felix.client.Stream`."""
 
     async def publish(
-        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+        self, payload: Payload, *, key: RecordKey | None = None, headers: Headers | None = None
     ) -> int: ...
 
     async def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]: ...
 
     async def publish_nowait(
-        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+        self, payload: Payload, *, key: RecordKey | None = None, headers: Headers | None = None
     ) -> asyncio.Future[int]: ...
 
 
@@ -591,10 +627,11 @@ class Queue:
     def __repr__(self) -> str:
         return f"Queue({str(self.name)!r})"
 
-    def _exchange(self, listener: _Listener | None = None) -> Exchange:
+    def _exchange(self, listener: _Listener | None = None, worker: str = "") -> Exchange:
+        named = worker or self._client.connection.runtime.process()
         return Exchange(
             self._client.connection,
-            lambda: OpenQueue(str(self.name)),
+            lambda: OpenQueue(str(self.name), named),
             decode_reply,
             listener,
             stream=self.name,
@@ -617,7 +654,7 @@ class Queue:
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         delay: float = 0,
         deliver_at: datetime | None = None,
         priority: int | None = None,
@@ -635,7 +672,7 @@ class Queue:
     async def put_many(
         self,
         payloads: Sequence[Payload],
-        keys: Sequence[bytes | None] | None = None,
+        keys: Sequence[RecordKey | None] | None = None,
         *,
         delay: float = 0,
         deliver_at: datetime | None = None,
@@ -663,13 +700,24 @@ class Queue:
         prefetch: int = PREFETCH_DEFAULT,
         prefetch_bytes: int = PREFETCH_BYTES_DEFAULT,
         auto_extend: bool = True,
+        extend_for: float | None = None,
+        worker: str = "",
     ) -> QueueConsumer:
         """Jobs as they become ready: an async iterator that never ends by itself.
 
         `visibility`: seconds that a lease lasts (None: as the queue says). `prefetch`: jobs that may be here unsettled, looked at
         or not. With `auto_extend` the leases of all of them are extended for as long as this consumer lives; without, a job that
-        takes longer than its visibility goes to another worker. Raises RequestError(CONFIG_INVALID).
+        takes longer than its visibility goes to another worker. `extend_for`: a job that is not settled so many seconds after it was
+        handed out is not extended any more, so that one that hangs goes to another worker, too. `worker`: a name for people, as
+        `describe` and `peek` show it; host and process id where nothing is said. Raises RequestError(CONFIG_INVALID).
         """
+        if len(worker) > NAME_CHARS_MAX:
+            raise RequestError(
+                f"A worker's name of {len(worker)} characters; {NAME_CHARS_MAX} are allowed.",
+                code=Code.CONFIG_INVALID,
+            )
+        if extend_for is not None and not extend_for > 0:
+            raise RequestError(f"Leases extended for {extend_for} s; more than 0.", code=Code.CONFIG_INVALID)
         if not 1 <= prefetch <= PREFETCH_MAX or prefetch_bytes < PREFETCH_BYTES_MIN:
             raise RequestError(
                 f"A prefetch of {prefetch} jobs and {prefetch_bytes} bytes; 1 to {PREFETCH_MAX} jobs and at least "
@@ -682,6 +730,8 @@ class Queue:
             prefetch=prefetch,
             prefetch_bytes=prefetch_bytes,
             auto_extend=auto_extend,
+            extend_for=extend_for,
+            worker=worker,
         )
 
     async def lease(
@@ -739,7 +789,8 @@ class Queue:
         return found
 
     async def peek(self, records: int = 10) -> list[PeekedJob]:
-        """The first records that are not done, and what they are, without leasing them."""
+        """The first records that are not done, and what they are, without leasing them. Of a leased one: since when, who has it, and
+        the token, with which `settle` can end the lease of a worker that hangs."""
         found: Peeked = await self._call(Peek(records))
         return found.jobs
 

@@ -162,11 +162,12 @@ class Settled(Message, frozen=True, tag="settled"):
 
 
 class Worker(Message, frozen=True, tag="worker"):
-    """A worker: its identity, and how many jobs it holds."""
+    """A worker: its identity, how many jobs it holds, and its name for people."""
 
     identity: Name
     leased: int
     granted: bool = False
+    name: Name = ""
 
 
 class QueueState(Message, frozen=True, tag="queue"):
@@ -190,11 +191,17 @@ class QueueState(Message, frozen=True, tag="queue"):
 
 
 class PeekedJob(msgspec.Struct, frozen=True, array_like=True):
-    """A record that is not done, and what it is: ready, waiting, delayed, leased or moving; `due_ms` is until when."""
+    """A record that is not done, and what it is: ready, waiting, delayed, leased or moving; `due_ms` is until when.
+
+    Of a leased one: since when this lease lasts, however often it was extended, and who has it, by identity and name. Since when is 0, and
+    who is empty, where the broker does not know it, as of leases from before its start; who is empty where the worker has left."""
 
     job: Job
     phase: str
     due_ms: int
+    leased_ms: int = 0
+    identity: Name = ""
+    worker: Name = ""
 
 
 class Peeked(Message, frozen=True, tag="peeked"):

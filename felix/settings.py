@@ -20,6 +20,8 @@ DURATION_MS_MAX: Final = 366 * DAY_MS
 VISIBILITY_MS_MIN: Final = 100
 """A lease shorter than a slow round trip would be lost before it arrives."""
 ATTEMPTS_MAX: Final = 10_000
+DEAD_SUFFIX: Final = ".dead"
+"""Of a dead-letter stream that nobody named otherwise."""
 CACHE_BYTES_MIN: Final = 1 << 20
 CACHE_BYTES_DEFAULT: Final = 64 << 20
 CACHE_LAG_MS: Final = 120_000
@@ -157,7 +159,11 @@ class SubscriptionSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def check(self) -> None:
         if self.start not in ("earliest", "latest"):
-            raise _invalid(f"a start of {self.start[:40]!r}; it is earliest or latest")
+            raise _invalid(
+                f"a start of {str(self.start)[:40]!r}; it is earliest or latest",
+                "To begin at an offset or a time, make the subscription first: Stream.create_subscription(name, begin=…), or "
+                "felix subscription create --from. One that is there is moved by seek.",
+            )
         _within("ack timeout", self.ack_timeout_ms, VISIBILITY_MS_MIN, DAY_MS, "ms")
         _within("records out at a time", self.unacked_max, 1, 10_000_000, "records per shard")
         _within("inactive ttl", self.inactive_ttl_ms, 0, DURATION_MS_MAX, "ms (0: never)")

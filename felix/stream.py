@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
 from felix.batch import Headers, NewRecord
 from felix.consumer import AckMode, Consumer, subscription_settings
+from felix.errors import RequestError
 from felix.messages import (
     AlterSubscription,
     CreateSubscription,
@@ -21,7 +23,7 @@ from felix.messages import (
     SubscriptionState,
 )
 from felix.names import StreamName
-from felix.payload import MessageId, Payload
+from felix.payload import MessageId, Payload, RecordKey
 from felix.publisher import Publisher
 from felix.publisher_core import (
     BATCH_BYTES_DEFAULT,
@@ -72,7 +74,7 @@ class Stream:
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         shard: int | None = None,
         expected_offset: int | None = None,
@@ -101,7 +103,7 @@ class Stream:
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         message_id: MessageId | None = None,
     ) -> asyncio.Future[int]:
@@ -110,7 +112,7 @@ class Stream:
         return publisher.publish_nowait(payload, key, headers, message_id=message_id)
 
     async def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]:
         """Publish many records and return their offsets in the order given, once all are acknowledged."""
         return await (await self._client._publisher(self.name)).publish_many(payloads, keys)
@@ -214,7 +216,7 @@ class Stream:
 
         Any of `start`, `ack_timeout` and `inactive_ttl` (seconds), `retries`, `unacked_max`, `exclusive`, or `settings` as a whole
         make the subscription where there is none; where there is, they must be the same. With none of them it must exist.
-        `consumer`: a name for people. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
+        `consumer`: a name for people, as `describe_subscription` shows it; host and process id where nothing is said. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
         `on_assigned` and `on_revoked` are called with a shard that comes, or is gone; `on_gap` with what retention took.
         Raises RequestError(CONFIG_INVALID, NAME_INVALID).
         """
@@ -233,11 +235,22 @@ class Stream:
         )
 
     async def create_subscription(
-        self, name: str, settings: SubscriptionSettings | None = None
+        self, name: str, settings: SubscriptionSettings | None = None, *, begin: int | datetime | None = None
     ) -> SubscriptionState:
-        """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
+        """A durable subscription, before its first consumer. `begin`: an offset, of all shards, or a time (with a time zone) from which
+        on it gets records, instead of where `settings` say. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID, OFFSET_OUT_OF_RANGE;
+        then there is none."""
         wanted = CreateSubscription(str(self.name), name, settings or SubscriptionSettings())
-        return await self._client.connection.request(wanted)
+        start = None if begin is None else start_message(begin, None)
+        state = await self._client.connection.request(wanted)
+        if start is None:
+            return state
+        try:
+            await self._client.connection.request(SeekSubscription(str(self.name), name, start, []))
+        except RequestError:
+            await self.delete_subscription(name)
+            raise
+        return state
 
     async def alter_subscription(
         self,

@@ -66,7 +66,7 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.notebook import Rows
-from felix.payload import MessageId, Payload
+from felix.payload import MessageId, Payload, RecordKey
 from felix.profile import Profile
 from felix.publisher_core import (
     BATCH_BYTES_DEFAULT,
@@ -496,7 +496,7 @@ class SyncTransaction(BlockingTransaction):
         stream: str | StreamName,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         shard: int | None = None,
         message_id: MessageId | None = None,
@@ -536,7 +536,7 @@ class SyncStream(Blocking[Stream]):
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         shard: int | None = None,
         expected_offset: int | None = None,
@@ -562,7 +562,7 @@ class SyncStream(Blocking[Stream]):
         )
 
     def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]:
         """Publish many records and return their offsets in the order given, once all are acknowledged."""
         return self._background.call(self._inner.publish_many(payloads, keys))
@@ -671,7 +671,7 @@ class SyncStream(Blocking[Stream]):
 
         Any of `start`, `ack_timeout` and `inactive_ttl` (seconds), `retries`, `unacked_max`, `exclusive`, or `settings` as a whole
         make the subscription where there is none; where there is, they must be the same. With none of them it must exist.
-        `consumer`: a name for people. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
+        `consumer`: a name for people, as `describe_subscription` shows it; host and process id where nothing is said. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
         `on_assigned` and `on_revoked` are called with a shard that comes, or is gone; `on_gap` with what retention took.
         Raises RequestError(CONFIG_INVALID, NAME_INVALID).
         """
@@ -697,10 +697,12 @@ class SyncStream(Blocking[Stream]):
         )
 
     def create_subscription(
-        self, name: str, settings: SubscriptionSettings | None = None
+        self, name: str, settings: SubscriptionSettings | None = None, *, begin: int | datetime | None = None
     ) -> SubscriptionState:
-        """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
-        return self._background.call(self._inner.create_subscription(name, settings))
+        """A durable subscription, before its first consumer. `begin`: an offset, of all shards, or a time (with a time zone) from which
+        on it gets records, instead of where `settings` say. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID, OFFSET_OUT_OF_RANGE;
+        then there is none."""
+        return self._background.call(self._inner.create_subscription(name, settings, begin=begin))
 
     def alter_subscription(
         self,
@@ -803,7 +805,7 @@ class SyncPublisher(GatheringPublisher):
     def publish(
         self,
         payload: Payload,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         *,
         shard: int | None = None,
@@ -824,7 +826,7 @@ class SyncPublisher(GatheringPublisher):
         )
 
     def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]:
         """Publish many records and return their offsets, in the order given, once all are in the log.
 
@@ -1082,7 +1084,7 @@ class SyncQueue(Blocking[Queue]):
         self,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         delay: float = 0,
         deliver_at: datetime | None = None,
         priority: int | None = None,
@@ -1103,7 +1105,7 @@ class SyncQueue(Blocking[Queue]):
     def put_many(
         self,
         payloads: Sequence[Payload],
-        keys: Sequence[bytes | None] | None = None,
+        keys: Sequence[RecordKey | None] | None = None,
         *,
         delay: float = 0,
         deliver_at: datetime | None = None,
@@ -1124,12 +1126,16 @@ class SyncQueue(Blocking[Queue]):
         prefetch: int = PREFETCH_DEFAULT,
         prefetch_bytes: int = PREFETCH_BYTES_DEFAULT,
         auto_extend: bool = True,
+        extend_for: float | None = None,
+        worker: str = "",
     ) -> SyncQueueConsumer:
         """Jobs as they become ready: an async iterator that never ends by itself.
 
         `visibility`: seconds that a lease lasts (None: as the queue says). `prefetch`: jobs that may be here unsettled, looked at
         or not. With `auto_extend` the leases of all of them are extended for as long as this consumer lives; without, a job that
-        takes longer than its visibility goes to another worker. Raises RequestError(CONFIG_INVALID).
+        takes longer than its visibility goes to another worker. `extend_for`: a job that is not settled so many seconds after it was
+        handed out is not extended any more, so that one that hangs goes to another worker, too. `worker`: a name for people, as
+        `describe` and `peek` show it; host and process id where nothing is said. Raises RequestError(CONFIG_INVALID).
         """
         return SyncQueueConsumer(
             self._background,
@@ -1139,6 +1145,8 @@ class SyncQueue(Blocking[Queue]):
                 prefetch=prefetch,
                 prefetch_bytes=prefetch_bytes,
                 auto_extend=auto_extend,
+                extend_for=extend_for,
+                worker=worker,
             ),
         )
 
@@ -1177,7 +1185,8 @@ class SyncQueue(Blocking[Queue]):
         return self._background.call(self._inner.describe())
 
     def peek(self, records: int = 10) -> list[PeekedJob]:
-        """The first records that are not done, and what they are, without leasing them."""
+        """The first records that are not done, and what they are, without leasing them. Of a leased one: since when, who has it, and
+        the token, with which `settle` can end the lease of a worker that hangs."""
         return self._background.call(self._inner.peek(records))
 
     def redrive(self, records: int = 0) -> int:
@@ -1301,6 +1310,12 @@ class SyncJob(BlockingJob):
     def settled(self) -> bool:
         """True once it was acknowledged or given back here."""
         return self._inner.settled
+
+    @property
+    def lost(self) -> bool:
+        """True once the broker said that the lease is lost: another worker may have the job, and what is done here does not count.
+        Of a job that is extended, by a consumer or by `extend`, it is noticed within a third of the visibility."""
+        return self._inner.lost
 
     def ack(self) -> None:
         """The job is done. Awaited: durably so. Raises RequestError(LEASE_LOST) where it is another's by now, UnavailableError."""

@@ -27,7 +27,6 @@ import msgspec
 
 from felix.batch import (
     COMPRESS_LEVEL_MAX,
-    KEY_BYTES_MAX,
     MESSAGE_ID_HEADER,
     RECORDS_MAX,
     Headers,
@@ -42,7 +41,15 @@ from felix.errors import Code, FelixError, RequestError
 from felix.exchange import Exchange
 from felix.messages import OpenTransactions
 from felix.names import StreamName, shard_for_key
-from felix.payload import RECORD_OVERHEAD_BYTES, MessageId, Payload, payload_bytes, with_message_id
+from felix.payload import (
+    RECORD_OVERHEAD_BYTES,
+    MessageId,
+    Payload,
+    RecordKey,
+    key_bytes,
+    payload_bytes,
+    with_message_id,
+)
 from felix.provenance import check_own
 from felix.queue import Job
 from felix.queue_messages import RUNS_MAX, Held
@@ -230,7 +237,7 @@ class Transaction:
         stream: str | StreamName,
         payload: Payload,
         *,
-        key: bytes | None = None,
+        key: RecordKey | None = None,
         headers: Headers | None = None,
         shard: int | None = None,
         message_id: MessageId | None = None,
@@ -240,12 +247,11 @@ class Transaction:
         name = StreamName.parse(str(stream))
         if message_id is not None:
             headers = with_message_id(headers, message_id)
-        if key and (type(key) is not bytes or len(key) > KEY_BYTES_MAX):
-            raise RequestError(f"A key is bytes, at most {KEY_BYTES_MAX} of them.")
+        own = key_bytes(key) if key else None
         if headers:
             check_own(headers)
-        record = NewRecord(payload_bytes(payload), key, headers)
-        size = len(record.payload) + len(key or b"") + RECORD_OVERHEAD_BYTES
+        record = NewRecord(payload_bytes(payload), own, headers)
+        size = len(record.payload) + len(own or b"") + RECORD_OVERHEAD_BYTES
         size += len(encode_headers(headers)) if headers else 0
         if size > _STAGED_RECORD_BYTES_MAX:
             raise RequestError(

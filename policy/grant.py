@@ -951,7 +951,7 @@ class GrantBook:
             raise GrantError(
                 f"There is no grant {grant[:40]}.",
                 code=Code.GRANT_MISSING,
-                hint="List them with `felix bridge list`.",
+                hint="Name it by its id, not by its file: list them with `felix bridge list`.",
             )
         return self._view(entry, now)
 

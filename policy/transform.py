@@ -188,8 +188,10 @@ def build_spec(
     key: KeyRule = KeyRule.PSEUDONYMIZE,
     headers: Iterable[str] = (),
     trace: bool = False,
+    opaque: bool = False,
 ) -> TransformSpec:
-    """A spec from field paths, as the command line names them; `mask` takes `card` or `card:4` (last four shown).
+    """A spec from field paths, as the command line names them; `mask` takes `card` or `card:4` (last four shown). `opaque`: payloads
+    are not read, so that no other rule for them can be.
 
     Raises RequestError(INVALID).
     """
@@ -202,7 +204,14 @@ def build_spec(
         found = _MASK_LAST.fullmatch(text)
         name, last = (found[1], int(found[2])) if found else (text, 0)
         rules.append(FieldRule(field=name, do=Action.MASK, last=last, missing=missing))
-    return TransformSpec(fields=tuple(rules), filter=filter_, key=key, headers=tuple(headers), trace=trace)
+    return TransformSpec(
+        fields=tuple(rules),
+        filter=filter_,
+        key=key,
+        headers=tuple(headers),
+        trace=trace,
+        format=Format.OPAQUE if opaque else Format.JSON,
+    )
 
 
 class Withheld(NamedTuple):
@@ -269,7 +278,10 @@ def rule_tree(spec: TransformSpec) -> RuleTree:
                     raise _unusable(f"{rule.field} takes for an object what another rule takes for a list")
                 node = node.members.setdefault(part, RuleTree())
         if node.rule is not None:
-            raise _unusable(f"{rule.field} has two rules")
+            both = {rule.do, node.rule.do}
+            kept = Action.KEEP in both and len(both) == 2 and Action.DROP not in both
+            more = "; it crosses by the other one, so it need not be kept besides" if kept else ""
+            raise _unusable(f"{rule.field} has two rules{more}")
         node.rule = rule
 
     def check(node: RuleTree) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from audit.origin import Origin, egress_origin, region_origin, witness_name
 from audit.signer_disk import held_keys
@@ -256,17 +257,53 @@ def issue_identity(
     path = identity_file(folder, spiffe_id)
     if kind == "bridge":
         _found_bridge(folder, config, name, now_ms)
-    terms = None
-    settings = config.identities.of(kind)
-    if settings is not None:
-        lifetime = timedelta(milliseconds=settings.lifetime) if lifetime is None else lifetime
-        span = timedelta(milliseconds=settings.renewable_for) if renewable_for is None else renewable_for
-        terms = RenewalTerms(
-            now_ms + span // timedelta(milliseconds=1), lifetime // timedelta(milliseconds=1)
-        )
+    lifetime, terms = _terms(config, kind, now_ms, lifetime, renewable_for)
     identity = authority.issue_identity(spiffe_id, now_ms, lifetime=lifetime, renewal=terms)
     save_identity(identity, path)
     return identity
+
+
+CERTIFIED_KINDS: Final = ("client", OPERATOR, APPROVER)
+"""Those that are a key and its certificate, and no more."""
+
+
+def certify_identity(
+    folder: RegionFolder,
+    config: RegionConfig,
+    kind: str,
+    name: str,
+    public_key: ec.EllipticCurvePublicKey,
+    now_ms: int,
+    *,
+    lifetime: timedelta | None = None,
+    renewable_for: timedelta | None = None,
+) -> tuple[SpiffeId, bytes]:
+    """A certificate chain (PEM) for a key that somebody else holds; nothing is kept of it here. The rest as `issue_identity`.
+
+    Raises RequestError(UNSUPPORTED) for kinds that have other keys besides.
+    """
+    if kind not in CERTIFIED_KINDS:
+        raise RequestError(
+            f"An identity of kind {kind} has more keys than the one that was requested for.",
+            code=Code.UNSUPPORTED,
+            hint=f"Issue it without --request; with one: {', '.join(CERTIFIED_KINDS)}.",
+        )
+    authority = load_authority(folder.authority, config.region, config.mesh)
+    spiffe_id = SpiffeId(config.region, config.mesh, kind, name)
+    lifetime, terms = _terms(config, kind, now_ms, lifetime, renewable_for)
+    return spiffe_id, authority.issue(spiffe_id, public_key, now_ms, lifetime=lifetime, renewal=terms)
+
+
+def _terms(
+    config: RegionConfig, kind: str, now_ms: int, lifetime: timedelta | None, renewable_for: timedelta | None
+) -> tuple[timedelta | None, RenewalTerms | None]:
+    """How long a certificate of this kind holds, and what it says of renewal."""
+    settings = config.identities.of(kind)
+    if settings is None:
+        return lifetime, None
+    life = timedelta(milliseconds=settings.lifetime) if lifetime is None else lifetime
+    span = timedelta(milliseconds=settings.renewable_for) if renewable_for is None else renewable_for
+    return life, RenewalTerms(now_ms + span // timedelta(milliseconds=1), life // timedelta(milliseconds=1))
 
 
 @changes_bundle

@@ -24,10 +24,7 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Final, NamedTuple
 
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from felix.bounded import BoundedMap
 from felix.certificate import RenewalTerms
@@ -37,6 +34,7 @@ from felix.messages import IdentityRenewed, RenewIdentity
 from felix.names import SpiffeId
 from felix.peer import Peer
 from keys.authority import RegionAuthority
+from keys.identity_request import requested_key
 from region.broker import Broker
 from region.config import KindConfig
 
@@ -86,27 +84,6 @@ def decide(peer: Peer, settings: KindConfig | None, now_ms: int, *, region: str,
 
 def _refused(sentence: str, hint: str) -> RequestError:
     return RequestError(sentence, code=Code.FORBIDDEN, hint=hint)
-
-
-def requested_key(csr: bytes) -> ec.EllipticCurvePublicKey:
-    """The key of a PKCS #10 request whose holder signed it. Raises RequestError(IDENTITY_REFUSED)."""
-    try:
-        request = x509.load_der_x509_csr(csr)
-        key = request.public_key()
-        proved = request.is_signature_valid
-    except (ValueError, UnsupportedAlgorithm, InvalidSignature) as error:
-        raise RequestError(
-            f"The certificate request cannot be read: {error}.", code=Code.IDENTITY_REFUSED
-        ) from error
-    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
-        raise RequestError(
-            "Identities have keys on P-256, and this one is another.", code=Code.IDENTITY_REFUSED
-        )
-    if not proved:
-        raise RequestError(
-            "The certificate request is not signed with the key that it names.", code=Code.IDENTITY_REFUSED
-        )
-    return key
 
 
 class IdentityRenewal:

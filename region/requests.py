@@ -88,7 +88,7 @@ from felix.messages import (
 )
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
-from felix.settings import NO_VIEWS, Retries, Views, altered
+from felix.settings import DEAD_SUFFIX, NO_VIEWS, Retries, Views, altered
 from policy.access import Verb, parse_rights
 from region import overview
 from region.audience import AUDIENCES, request_name
@@ -103,7 +103,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.subscriptions.service import SubscriptionService
 from region.told import told
-from region.views.dead_letter import DEAD_SUFFIX, dead_letter_name
+from region.views.dead_letter import dead_letter_name
 
 T = TypeVar("T")
 

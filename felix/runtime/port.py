@@ -67,3 +67,5 @@ class Runtime(msgspec.Struct, frozen=True):
     ask: Callable[[Coroutine[Any, Any, Any], Any, float], Any]
     """From a thread: what a coroutine gives that an event loop, the second argument, carries out, within so many seconds. Blocks.
     Raises what the coroutine raises, and TimeoutError."""
+    process: Callable[[], str] = str
+    """What this process is called for people, in what brokers show of their clients; empty where it has no name."""

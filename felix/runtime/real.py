@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -86,7 +88,12 @@ def _ask(work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop, timeou
     return asyncio.run_coroutine_threadsafe(work, loop).result(timeout_s)
 
 
-REAL: Final = Runtime(SystemClock(), SystemRandom(), _pool, _worker, _ask)
+def _process() -> str:
+    # Asked each time: a forked process is another one.
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+REAL: Final = Runtime(SystemClock(), SystemRandom(), _pool, _worker, _ask, _process)
 """SystemRandom has no state: threads and forked processes may share it, and its bytes are fit for keys."""
 
 now_ms: Final = REAL.clock.now_ms

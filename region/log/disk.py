@@ -369,6 +369,11 @@ class DiskLog:
         # Without an index it is being closed at this moment.
         return index is not None and 0 <= index.first_time_ms <= now_ms - age_ms
 
+    def is_outlived(self, now_ms: int) -> bool:
+        """Whether the segment that is written to is past its age, and can be closed without another record. Does not block."""
+        active = self._segments.active
+        return self._may_roll(active) and self._aged(active, now_ms, self.limits.segment_age_ms)
+
     def roll(self, now_ms: int) -> None:
         """Close the active segment and begin the next. Raises as `write` does."""
         self._open_files()

@@ -53,6 +53,7 @@ class Working(Protocol):
 
     worker: int
     identity: SpiffeId
+    name: str
 
 
 class Taker(Protocol):
@@ -268,7 +269,7 @@ class Queue:
             sum(shard.dead.moved for shard in self.shards),
             str(dead_letter_name(self.stream.name, settings.retries)),
             [
-                Worker(str(each.identity), leased, number in granted)
+                Worker(str(each.identity), leased, number in granted, each.name)
                 for number, each in list(self.workers.items())[:WORKERS_SHOWN_MAX]
                 if (leased := self.leased_by(number)) or number in granted
             ],

@@ -480,7 +480,8 @@ class QueueShard:
         state = self.state
         if not state.ready:
             self._fill()
-        until_ms = self.now_ms + visibility_ms
+        now_ms = self.now_ms
+        until_ms = now_ms + visibility_ms
         taken: list[Tracked] = []
         jobs: list[Job] = []
         size = 0
@@ -510,7 +511,7 @@ class QueueShard:
             if size + length > bytes_max and (jobs or not at_least_one):
                 break
             size += length
-            state.lease(tracked, until_ms, worker)
+            state.lease(tracked, until_ms, worker, now_ms)
             attempts = tracked.token - tracked.refunds
             if attempts > 1:
                 self.redelivered += 1

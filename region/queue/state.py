@@ -118,7 +118,7 @@ class Tracked:
     """A record that is neither done nor only in the log."""
 
     __slots__ = (
-        "due_ms", "key", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
+        "due_ms", "key", "leased_ms", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
     )  # fmt: skip
 
     def __init__(self, offset: int, phase: Phase) -> None:
@@ -131,6 +131,8 @@ class Tracked:
         self.refunds = 0
         self.due_ms = 0
         self.worker = 0
+        self.leased_ms = 0
+        """When the newest lease began; 0 where that was before this start."""
         self.open = False
         """True while the newest lease may still settle it."""
         self.reserved = False
@@ -338,7 +340,7 @@ class QueueState:
                 line.popleft()  # it was settled, purged or moved where it stood
         raise AssertionError("a ready record stands in no line")
 
-    def lease(self, record: Tracked, until_ms: int, worker: int) -> None:
+    def lease(self, record: Tracked, until_ms: int, worker: int, now_ms: int) -> None:
         """Lease the record that `next_ready` gave; `leased` then makes the entry of all that were."""
         self._ready[record.priority].popleft()
         counts = self.counts
@@ -348,6 +350,7 @@ class QueueState:
         record.token += 1
         record.due_ms = until_ms
         record.worker = worker
+        record.leased_ms = now_ms
         record.open = True
 
     def leased(self, records: Sequence[Tracked], until_ms: int, worker: int) -> bytes:

@@ -52,7 +52,7 @@ from region.log.shard import Appended
 from region.ports import Exchanging
 from region.queue.service import SHARE_RECORDS_MAX, Queue, QueueService, runs_by_shard
 from region.queue.shard import JOB_ROOM_BYTES, Leased, QueueShard
-from region.queue.state import VISIBILITY_MS_MAX, Run, runs_of, triples
+from region.queue.state import VISIBILITY_MS_MAX, Phase, Run, Tracked, runs_of, triples
 from region.quota import Meter
 
 HELD_LOOK_S: Final = 0.5
@@ -107,6 +107,7 @@ class QueueWorker:
         self._broker = exchange.broker
         self.number = self.worker = service.next_number()
         self.identity: SpiffeId = exchange.identity
+        self.name = ""
         self._asked_visibility_ms = 0
         self._queue: Queue
         self._name: StreamName
@@ -124,6 +125,7 @@ class QueueWorker:
 
     def open(self, correlation: int, request: Request[Any]) -> None:
         assert isinstance(request, OpenQueue)
+        self.name = request.worker
         self._exchange.spawn(correlation, self._open(correlation, request))
 
     async def _open(self, correlation: int, request: OpenQueue) -> None:
@@ -505,9 +507,18 @@ class QueueWorker:
                     key,
                     dict(record.headers),
                 )
-                phase = tracked.phase.name.lower() if tracked is not None else "ready"
-                found.append(PeekedJob(job, phase, tracked.due_ms if tracked is not None else 0))
+                found.append(self._peeked(job, tracked))
         return found
+
+    def _peeked(self, job: Job, tracked: Tracked | None) -> PeekedJob:
+        if tracked is None:
+            return PeekedJob(job, "ready", 0)
+        phase = tracked.phase.name.lower()
+        if tracked.phase is not Phase.LEASED:
+            return PeekedJob(job, phase, tracked.due_ms)
+        holder = self._queue.workers.get(tracked.worker)
+        identity, name = (str(holder.identity), holder.name) if holder is not None else ("", "")
+        return PeekedJob(job, phase, tracked.due_ms, tracked.leased_ms, identity, name)
 
     def _redrive(self, correlation: int, call: Redrive) -> None:
         self._require(Verb.ADMIN)

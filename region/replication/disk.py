@@ -516,24 +516,34 @@ class ReplicaDisk:
 
     def compaction_due(self, below: int, lag_ms: int) -> bool:
         """Whether `compact` would be worth its work. Does not block."""
-        log = self.log
-        return not log.offload.segments and is_due(
-            log.dirty_spans(below),
-            log.compaction.clean_to,
-            now_ms=self._runtime.clock.now_ms(),
-            lag_ms=lag_ms,
+        log, now_ms = self.log, self._runtime.clock.now_ms()
+        return not log.offload.segments and (
+            self._outlived(below, now_ms) is not None
+            or is_due(log.dirty_spans(below), log.compaction.clean_to, now_ms=now_ms, lag_ms=lag_ms)
         )
+
+    def _outlived(self, below: int, now_ms: int) -> SegmentState | None:
+        """The segment that is written to, where it is past its age and committed. Its leader closes its own when nothing is written any more;
+        here no further frame says so."""
+        active = self.log.segments[-1]
+        return active if active.next_offset <= below and self.log.is_outlived(now_ms) else None
 
     def compact(
         self, below: int, compaction: Compaction, producers: bytes, seal: Transform, open_batch: Transform
     ) -> CompactionReport | None:
-        """One pass over the closed segments below offset `below`, which are committed, in a thread of its own: reads and writes go on.
-        `producers`: a snapshot of now. Whoever closes the log or replaces it ends the pass.
+        """One pass over the closed segments below offset `below`, which are committed, in a thread of its own: reads and writes go on. The one that is
+        written to is closed first where it is past its age; None where that was all there was to do. `producers`: a snapshot of now. Whoever closes the log or replaces it ends the pass.
 
         Raises as `Compactor.run` does; WorkEndedError where it was ended.
         """
         with self._compacting:
             now_ms = self._runtime.clock.now_ms()
+            if self._ending.is_set():
+                raise WorkEndedError
+            if (outlived := self._outlived(below, now_ms)) is not None:
+                self.close_active(outlived)
+                if not self.compaction_due(below, compaction.lag_ms):
+                    return None
             compactor = Compactor(
                 self.log,
                 self._files,
@@ -543,8 +553,6 @@ class ReplicaDisk:
                 writer=self.log.writer,
                 pace=CompactionPace(COMPACTION_SHARE, self._ending, self._runtime.clock),
             )
-            if self._ending.is_set():
-                raise WorkEndedError
             return compactor.run(producers, self.log.epochs.starts)
 
     def _end_compaction(self) -> None:

@@ -379,9 +379,9 @@ class SubscriptionService:
         return found.describe(ages)
 
     async def page(self, identity: SpiffeId, request: ListSubscriptions) -> SubscriptionPage:
-        """Those of streams that the asker may subscribe to, in order of `stream name`."""
+        """Those of streams that the asker may subscribe to or administer, in order of `stream name`."""
         if request.stream:
-            self._broker.require(identity, Verb.SUBSCRIBE, StreamName.parse(request.stream))
+            self._require_seeing(identity, StreamName.parse(request.stream))
         found: list[SubscriptionState] = []
         more = False
         for key, definition in sorted(
@@ -391,7 +391,7 @@ class SubscriptionService:
             if (
                 key <= request.after
                 or request.stream not in ("", definition.stream)
-                or not self._broker.allows(identity, Verb.SUBSCRIBE, name)
+                or not self._sees(identity, name)
             ):
                 continue
             if len(found) == request.limit:
@@ -483,7 +483,7 @@ class SubscriptionService:
     async def _find(self, identity: SpiffeId, stream: str, name: str) -> DurableSubscription:
         stream_name = StreamName.parse(stream)
         parse_subscription(name)
-        self._broker.require(identity, Verb.SUBSCRIBE, stream_name)
+        self._require_seeing(identity, stream_name)
         hosted = await self._broker.find_stream(stream_name)
         self._broker.require_led(hosted)
         held = await self._load(hosted)
@@ -491,6 +491,14 @@ class SubscriptionService:
         if found is None:
             raise _none(stream_name, name)
         return found
+
+    def _sees(self, identity: SpiffeId, stream: StreamName) -> bool:
+        """Whoever administers a stream sees to its subscriptions without the right to read its records."""
+        return any(self._broker.allows(identity, verb, stream) for verb in (Verb.SUBSCRIBE, Verb.ADMIN))
+
+    def _require_seeing(self, identity: SpiffeId, stream: StreamName) -> None:
+        if not self._sees(identity, stream):
+            self._broker.require(identity, Verb.SUBSCRIBE, stream)
 
     def _require_owner(self, identity: SpiffeId, found: DurableSubscription) -> None:
         if str(identity) == found.definition.creator:

@@ -43,7 +43,7 @@ from felix.batch import (
 from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.frames import FRAME_HEADER_BYTES
 from felix.names import SpiffeId, StreamName
-from felix.settings import QueueSettings, Retries, Views
+from felix.settings import DEAD_SUFFIX, QueueSettings, Retries, Views
 from keys.envelope import SEALABLE_BYTES_MAX
 from policy.access import Verb
 from region.broker import Broker
@@ -94,9 +94,6 @@ _OWN: Final = frozenset(
         DEAD_GONE,
     )
 )
-
-DEAD_SUFFIX: Final = ".dead"
-"""Of the stream that dead letters go to where none is named."""
 
 _MOVE: Final = 0
 _RENUMBERED: Final = 1

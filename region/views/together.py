@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from felix.settings import DEAD_SUFFIX
 from region.metadata.records import Stream, Subscription
-from region.views.dead_letter import DEAD_SUFFIX
 
 
 def places_together(

@@ -81,3 +81,53 @@ def test_a_subscription_from_its_creation_to_its_end(felix: Felix) -> None:
     felix("subscription", "delete", ORDERS, "billing", "--yes")
     felix("subscription", "describe", ORDERS, "billing", refused=True)
     assert json.loads(felix("subscription", "list", "--json")) == {"kind": "SubscriptionList", "items": []}
+
+
+def test_a_subscription_begins_at_an_offset_or_a_time(felix: Felix) -> None:
+    felix("stream", "create", ORDERS)
+    felix("stream", "publish", ORDERS, given="one\ntwo\nthree\n")
+    said = felix("subscription", "create", ORDERS, "at-offset", "--from", "@2")
+    assert said == f"at-offset of {ORDERS} is created, from @2\n"
+    assert felix("subscription", "consume", ORDERS, "at-offset", "--count", "1") == "three\n"
+    felix("subscription", "create", ORDERS, "an-hour-ago", "--from", "1h")
+    assert felix("subscription", "consume", ORDERS, "an-hour-ago", "--count", "1") == "one\n"
+    felix("subscription", "create", ORDERS, "beyond", "--from", "@17", refused=True)
+    felix("subscription", "create", ORDERS, "ever", "--from", "yesterday", refused=True)
+    assert felix("subscription", "list", ORDERS, "-o", "name").split() == ["an-hour-ago", "at-offset"]
+    felix("subscription", "seek", ORDERS, "an-hour-ago", "10m")
+    assert felix("subscription", "consume", ORDERS, "an-hour-ago", "--wait", "1s") == "one\ntwo\nthree\n"
+
+
+def test_records_are_looked_up_by_key_and_time(felix: Felix) -> None:
+    """What an incident asks for: what one key said, up to a moment; and it ends by itself."""
+    felix("stream", "create", ORDERS, "--shards", "3")
+    for each in range(30):
+        felix("stream", "publish", ORDERS, "--key-field", "key", given=f'{{"key":"{each % 3}","n":{each}}}\n')
+    lines = felix("stream", "subscribe", ORDERS, "--until-end", "--key", "1", "--json").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row["key"], row["value"]["n"]) for row in rows] == [("1", n) for n in range(1, 30, 3)]
+    middle = rows[5]["time"]
+    until = felix("stream", "subscribe", ORDERS, "--key", "1", "--until", middle, "--json").splitlines()
+    assert [json.loads(line)["value"]["n"] for line in until] == [1, 4, 7, 10, 13]
+    after = felix("stream", "subscribe", ORDERS, "--key", "1", "--from", middle, "--until-end").splitlines()
+    assert [json.loads(line)["n"] for line in after] == [16, 19, 22, 25, 28]
+    everything = felix("stream", "subscribe", ORDERS, "--from", "1h", "--until-end").splitlines()
+    assert sorted(json.loads(line)["n"] for line in everything) == list(range(30))
+    assert felix("stream", "subscribe", ORDERS, "--until", "1h") == ""
+    assert felix("stream", "subscribe", ORDERS, "--key", "nobody", "--until-end") == ""
+    felix("stream", "subscribe", ORDERS, "--until", "2999-01-01", refused=True)
+
+
+def test_a_redrive_that_cannot_be_says_where_dead_letters_are_worked_on(felix: Felix) -> None:
+    """Only queues take dead letters back: those of a subscription are a queue by themselves."""
+    felix("stream", "create", ORDERS)
+    felix("queue", "create", f"{ORDERS}.dead")
+    done = CliRunner().invoke(app, ["queue", "redrive", ORDERS])
+    assert isinstance(done.exception, FelixError)
+    assert done.exception.hint == f"Work on them there: felix queue consume {ORDERS}.dead"
+    done = CliRunner().invoke(app, ["queue", "redrive", f"{ORDERS}.dead"])
+    assert done.exit_code == 0
+    assert (
+        f"felix queue redrive {ORDERS})" in done.stderr
+        and f"felix queue consume {ORDERS}.dead)" in done.stderr
+    )

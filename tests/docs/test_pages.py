@@ -14,7 +14,7 @@ from doc_commands import DOCS, DocCommand, commands, needs
 from docs.place import Place, page
 
 OWN_TEST = frozenset(
-    ("getting-started.md", "two-organisations.md", "queues.md", "cache.md", "subscriptions.md")
+    ("getting-started.md", "two-organisations.md", "queues.md", "cache.md", "subscriptions.md", "erasure.md")
 )
 """Pages whose `sh` blocks another file here runs."""
 HERE = (

@@ -31,8 +31,9 @@ STRUCTS = [
 async def test_the_example_and_every_command_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FELIX_HOME", str(tmp_path))
     async with running(make_region(tmp_path, "us-east")):
-        (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.S | re.M)
-        for line in commands.splitlines():
+        blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.S | re.M)
+        assert len(blocks) == 2
+        for line in "".join(blocks).splitlines():
             words = re.findall(r"'[^']*'|\S+", line)
             await asyncio.to_thread(felix_command, tmp_path, *(word.strip("'") for word in words[1:]))
         (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)

@@ -323,7 +323,7 @@ def test_missing_and_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "broken.pem"
     path.write_bytes(orders().chain_pem)
     path.chmod(0o600)
-    with refused(Code.IDENTITY_REFUSED, r"broken\.pem: There is no readable private key"):
+    with refused(Code.IDENTITY_REFUSED, r"broken\.pem has no private key, and there is none beside it"):
         load_identity(path)
     path.write_bytes(orders().key_pem())
     with refused(Code.IDENTITY_REFUSED, r"broken\.pem: .*chain"):

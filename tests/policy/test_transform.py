@@ -327,6 +327,9 @@ def test_opaque_payloads_cross_as_they_are_and_take_no_rules() -> None:
     assert compile_transform(spec, KEY, "s")(memoryview(b"\x00")) == b"\x00"
     with pytest.raises(RequestError, match="opaque payloads are not read"):
         TransformSpec(format=Format.OPAQUE, filter="a == 1")
+    assert build_spec(opaque=True, headers=["felix.tombstone"]).format is Format.OPAQUE
+    with pytest.raises(RequestError, match="opaque payloads are not read"):
+        build_spec(opaque=True, drop=["a"])
 
 
 # ------------------------------------------------------------------------------------------------ bad specs
@@ -335,7 +338,9 @@ def test_opaque_payloads_cross_as_they_are_and_take_no_rules() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"drop": ["a"], "hash_": ["a"]}, "a has two rules"),
+        ({"drop": ["a"], "hash_": ["a"]}, "a has two rules."),
+        ({"drop": ["a"], "keep": ["a"]}, "a has two rules."),
+        ({"keep": ["a"], "hash_": ["a"]}, "a has two rules; it crosses by the other one"),
         ({"drop": ["a"], "keep": ["a.b"]}, "a has the rule drop, so no rule can apply below it"),
         ({"drop": ["a.b", "a[]"]}, "a[] takes for a list what another rule takes for an object"),
         ({"drop": ["a[]", "a.b"]}, "a.b takes for an object what another rule takes for a list"),

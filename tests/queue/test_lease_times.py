@@ -17,7 +17,7 @@ def replayed(until_ms: int, now_ms: int) -> QueueState:
     before.take_up_run(2, 0, NOW_MS)
     record = before.next_ready()
     assert record is not None
-    before.lease(record, until_ms, 1)
+    before.lease(record, until_ms, 1, 0)
     entry = before.leased([record], until_ms, 1)
     after = QueueState(QueueSettings(visibility_ms=30_000))
     after.apply(entry, now_ms)

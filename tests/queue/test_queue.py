@@ -22,6 +22,7 @@ from felix.names import StreamName
 from felix.queue import Job
 from felix.queue_messages import Held, QueueState
 from felix.quota import QuotaLimits
+from felix.runtime.real import REAL
 from region.folder import RegionFolder
 from region.gather import Done
 from region.node import Node
@@ -91,6 +92,59 @@ async def test_a_lease_that_waits_gets_what_comes_later(operator: felix.RegionCl
     await until(lambda: operator.queue(JOBS)._calls is not None)
     await jobs.put(b"late")
     assert [job.payload for job in await waiting] == [b"late"]
+
+
+async def test_a_job_of_a_worker_that_hangs_is_seen_and_taken_back(operator: felix.RegionClient) -> None:
+    """Its lease is extended for ever: whoever looks sees who has it and since when, and ends the lease by the handle."""
+    await operator.create_queue(JOBS, visibility=0.3, retry=0)
+    jobs = operator.queue(JOBS)
+    await jobs.put(b"a")
+    async with jobs.consume(prefetch=1, worker="scanner-3") as hangs, asyncio.timeout(60):
+        job = await anext(hangs)
+        await asyncio.sleep(1)  # three visibilities
+        (found,) = await jobs.peek()
+        assert (found.phase, found.worker, found.identity) == (
+            "leased",
+            "scanner-3",
+            str(operator.session.identity),
+        )
+        assert 1_000 <= found.due_ms - found.leased_ms <= 60_000
+        assert [each.name for each in (await jobs.describe()).workers] == ["scanner-3"]
+        async with jobs.consume(prefetch=1) as other:
+            held = [Held(found.job.shard, found.job.offset, 1, found.job.token)]
+            assert await jobs.settle("nack", held, reason="it hangs") == []
+            again = await anext(other)
+            assert (again.payload, again.attempts) == (b"a", 2)
+            await until(lambda: job.lost)
+            await asyncio.sleep(0.5)  # some more heartbeats
+            assert hangs.lost == 1
+            (named,) = [each.name for each in (await jobs.describe()).workers if each.leased]
+            assert named == REAL.process()
+            await again.ack()
+        with pytest.raises(RequestError) as refused:
+            await job.ack()
+        assert refused.value.code is Code.LEASE_LOST
+        assert hangs.lost == 1
+
+
+async def test_a_job_that_takes_too_long_is_not_extended_for_ever(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS, visibility=0.3, retry=0)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"a", b"b"])
+    async with jobs.consume(prefetch=2, extend_for=0.6) as hangs, asyncio.timeout(60):
+        job = await anext(hangs)
+        async with jobs.consume(prefetch=1, extend_for=60) as other:
+            again = await anext(other)
+            # What waits here unseen is extended as before: it is not what hangs.
+            assert (again.payload, again.attempts) == (b"a", 2)
+            await again.ack()
+        with pytest.raises(RequestError, match="lost"):
+            await job.ack()
+        await (await anext(hangs)).ack()
+    with pytest.raises(RequestError, match="more than 0"):
+        jobs.consume(extend_for=0)
+    with pytest.raises(RequestError, match="256 characters"):
+        jobs.consume(worker="w" * 256)
 
 
 async def test_a_lease_that_ran_out_goes_to_another_and_is_refused_to_the_first(

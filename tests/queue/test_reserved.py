@@ -18,7 +18,7 @@ def state() -> QueueState:
     state.take_up_run(3, 0, 0)
     record = state.next_ready()
     assert record is not None
-    state.lease(record, 100, 1)
+    state.lease(record, 100, 1, 0)
     state.leased([record], 100, 1)
     return state
 

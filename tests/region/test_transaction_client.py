@@ -70,6 +70,35 @@ async def test_a_record_of_a_transaction_names_no_regions(operator: felix.Region
     assert await payloads(operator, B) == [b"yes"]
 
 
+async def test_records_of_a_received_batch_are_published_with_their_keys(
+    operator: felix.RegionClient,
+) -> None:
+    """Payloads and keys of a batch are views: consume, transform and produce need no copy of their own."""
+    await operator.create_stream(A)
+    await operator.create_stream(B)
+    await operator.create_queue("acme/shop/review")
+    await operator.stream(A).publish_many([b"a", b"b"], [b"1", b"2"])
+    async with operator.stream(A).consumer("copy", start="earliest") as consumer, asyncio.timeout(60):
+        batch = await anext(consumer.batches())
+        records = list(batch.records())
+        assert [type(record.key) for record in records] == [memoryview, memoryview]
+        async with operator.transaction() as transaction:
+            for record in records:
+                await transaction.publish(B, record.payload, key=record.key)
+            await transaction.acknowledge(batch, consumer=consumer)
+        async with operator.stream(B).publisher() as publisher:
+            for record in records:
+                await publisher.send(record.payload, record.key)
+            await publisher.send_many([records[0].payload], [records[0].key])
+        await operator.queue("acme/shop/review").put(records[0].payload, key=records[0].key)
+        with pytest.raises(RequestError, match="A key is bytes, not str"):
+            await operator.stream(B).publish(b"c", key="3")  # type: ignore[arg-type]
+    stored = await take(operator.stream(B).subscribe("earliest"), 5)
+    assert [bytes(record.key or b"") for record in stored] == [b"1", b"2", b"1", b"2", b"1"]
+    (job,) = await operator.queue("acme/shop/review").lease()
+    assert job.key == b"1"
+
+
 async def test_more_than_a_batch_of_each_shard(operator: felix.RegionClient) -> None:
     await operator.create_stream(A)
     async with operator.transaction() as transaction:

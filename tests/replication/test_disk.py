@@ -487,6 +487,28 @@ def test_a_copy_of_a_compacted_log_begins_with_its_segments_and_goes_on_with_its
     assert records(again) == before and again.frames_from > leader.frames_from
 
 
+def test_a_copy_that_hears_nothing_ends_its_segment_by_its_age_and_is_compacted() -> None:
+    """Its leader ends its own once nothing is written any more; what was deleted last must not stand here until the next record."""
+    disk = MemoryDisk()
+    log = opened(disk)
+    log.begin(begun(2, 0))
+    for key in (b"k1", b"k1", b"k2"):
+        write(log, keyed(log.log.end_offset, 2, key))
+    log.sync()
+    end, wanted = log.log.end_offset, Compaction(lag_ms=0)
+    assert log.log.segment_count == 1
+    assert not log.compaction_due(end - 1, 0), "what may still be cut is not closed for this"
+    assert log.compaction_due(end, 0)
+    assert log.compact(end, wanted, log.producers.encode(end), same, same) is not None
+    assert log.log.segment_count == 2 and not log.compaction_due(end, 0)
+    assert [batch.header.base_offset for batch in log.log.read(0, 5_000, end)] == [1, 2]
+    write(log, keyed(end, 2, b"k3"))
+    log.sync()
+    log.close()
+    again = ReplicaDisk.open(PLAN, files=log._files)
+    assert again.log.end_offset == end + 1 and again.log.segment_count == 2
+
+
 def in_store_alone(log: ReplicaDisk, place: str, count: int) -> OffloadList:
     """Have the oldest segments in a store alone; the list of them."""
     listed = OffloadList(log.log.start_offset).more(

@@ -404,6 +404,33 @@ async def test_rights_end_a_consumer_at_once_and_creators_may_seek(
             await app.stream(ORDERS).consumer("billing").open()
 
 
+async def test_who_administers_a_stream_moves_its_subscriptions_and_reads_no_record(
+    folder: RegionFolder, region: felix.RegionClient
+) -> None:
+    await region.create_stream(ORDERS)
+    await region.stream(ORDERS).create_subscription("billing", felix.SubscriptionSettings("earliest"))
+    await publish(region, b"a", b"b", b"c")
+    await region.put_rights("spiffe://us-east.acme/client/other-svc", [f"admin {ORDERS}"])
+    async with client(folder, "other-svc") as admin:
+        orders = admin.stream(ORDERS)
+        assert [each.name for each in await orders.subscriptions()] == ["billing"]
+        assert [each.name async for each in admin.list_subscriptions()] == ["billing"]
+        await orders.seek_subscription("billing", 2)
+        await orders.alter_subscription("billing", ack_timeout=7)
+        state = await orders.describe_subscription("billing")
+        assert (state.shards[0].committed, state.settings.ack_timeout_ms) == (2, 7_000)
+        for reading in (
+            orders.consumer("billing").open(),
+            orders.create_subscription("another"),
+            orders.subscribe("earliest").open(),
+        ):
+            with pytest.raises(RequestError) as caught:
+                await reading
+            assert caught.value.code is Code.NOT_FOUND_OR_FORBIDDEN
+        await orders.delete_subscription("billing")
+    assert await region.stream(ORDERS).subscriptions() == []
+
+
 async def test_an_ephemeral_stream_has_them_too_while_the_broker_lives(region: felix.RegionClient) -> None:
     await region.create_stream(ORDERS, durability=Durability("ephemeral"), ring_bytes=1 << 20)
     orders = region.stream(ORDERS)
