@@ -141,7 +141,7 @@ class RegionAuthority:
         """A certificate chain, PEM, leaf first, for somebody who made their own key.
 
         `lifetime` is IDENTITY_LIFETIME of the kind unless given; `renewal` goes into the certificate as it is. Raises RequestError: WRONG_REGION for another trust
-        domain, INVALID for names or lifetimes that cannot be, IDENTITY_EXPIRED where the issuing certificate ended.
+        domain, INVALID for names or lifetimes that cannot be, IDENTITY_EXPIRED where the issuing certificate ended, IDENTITY_REFUSED where what is issued would end before that begins.
         """
         if spiffe_id.trust_domain != self.trust_domain:
             raise RequestError(
@@ -165,6 +165,13 @@ class RegionAuthority:
                 f"{self.issuing.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}.",
                 code=Code.IDENTITY_EXPIRED,
                 hint="Renew it with the root key.",
+            )
+        if now + life <= self.issuing.not_valid_before_utc:
+            raise RequestError(
+                f"It is {now:%Y-%m-%dT%H:%M:%SZ} by this machine's clock, and the issuing certificate of {self.trust_domain} holds from "
+                f"{self.issuing.not_valid_before_utc:%Y-%m-%dT%H:%M:%SZ} on.",
+                code=Code.IDENTITY_REFUSED,
+                hint="Set the clock right.",
             )
         builder = (
             _builder(
