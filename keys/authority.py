@@ -57,6 +57,8 @@ IDENTITY_LIFETIME: Final = {
 automatic, clients, operators and approvers where somebody may be on holiday."""
 CLOCK_SKEW: Final = timedelta(minutes=5)
 """Certificates begin this much earlier, for peers whose clock is behind; a quarter of a life that is shorter than an hour or so."""
+BROKER_CLOCK_SKEW: Final = timedelta(days=1)
+"""Those of brokers, which hold the issuing key anyway, begin so much earlier: a clock that shows another time zone keeps no peer and no client away."""
 DNS_NAMES_MAX: Final = 16
 
 _ROOT_CERTIFICATE: Final = "root.pem"
@@ -173,13 +175,14 @@ class RegionAuthority:
                 code=Code.IDENTITY_REFUSED,
                 hint="Set the clock right.",
             )
+        skew = BROKER_CLOCK_SKEW if spiffe_id.kind == "broker" else CLOCK_SKEW
         builder = (
             _builder(
                 f"{spiffe_id.kind}/{spiffe_id.name}",
                 self.issuing.subject,
                 public_key,
                 self.issuing_key.public_key(),
-                max(now - min(CLOCK_SKEW, life / 4), self.issuing.not_valid_before_utc),
+                max(now - min(skew, life / 4), self.issuing.not_valid_before_utc),
                 min(now + life, self.issuing.not_valid_after_utc),
             )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

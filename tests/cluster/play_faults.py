@@ -47,6 +47,7 @@ from cli.process import read_state
 from cli.several import log_file
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.messages import ListStreams
+from felix.runtime.real import now_ms
 from region.folder import RegionFolder
 
 T = TypeVar("T")
@@ -71,8 +72,9 @@ OF_VIEWS: Final = 20
 DOCUMENTS: Final = 2
 """That are taken after a fault, before the next one."""
 HOUR_MS: Final = 3_600_000
-LIFE_S: Final = 60
-"""Of a broker's certificate: several are used up in a long play."""
+DAY_MS: Final = 24 * HOUR_MS
+LIFE_S: Final = 30
+"""Of a broker's certificate, where it is to end soon."""
 FULL_S: Final = 2.0
 """How long a disk is full at least."""
 HANGS_S: Final = 12.0
@@ -201,7 +203,7 @@ class Play:
         begin_network()
         self.home = home
         self.random = random.Random(seed)
-        self.folder: RegionFolder = make_region(home, "us-east")
+        self.folder: RegionFolder = make_region(home, "us-east", at_ms=now_ms() - 2 * DAY_MS)
         disks = home / "disks"
         disks.mkdir()
         self.brokers = {
@@ -219,6 +221,8 @@ class Play:
         self.load: Load
         self.transactions = TransactionLoad(TOGETHER, 1, seed, pause_s=TRANSACTION_PAUSE_S)
         self.views = ViewLoad(*VIEWS)
+        self.life = ""
+        """how many seconds the certificate of a broker holds that is started; empty: as ever"""
         self.audit = AuditLoad(self.folder)
         self.clients: dict[str, felix.RegionClient] = {}
 
@@ -238,7 +242,7 @@ class Play:
                     **{
                         TOLD_BY: str(self.failing(name)),
                         AHEAD_BY: str(self.clock(name)),
-                        BROKER_LIFE_S: str(LIFE_S),
+                        BROKER_LIFE_S: self.life,
                     },
                 ),
                 said,
@@ -917,10 +921,15 @@ async def a_broker_starts_with_a_wrong_clock(play: Play) -> None:
     set_clock(play.clock(name), play.random.choice((HOUR_MS, -HOUR_MS)))
     await play.start_again(name)
     await asyncio.sleep(2 * LEASE_S)
+    state = await _asked(play.region.describe)
+    assert any(f"The clock of broker {name}" in each for each in state.alarms), state.alarms
 
 
 async def a_broker_is_away_for_a_certificate(play: Play) -> None:
     """It stands still until its own and those of the others have ended, and the region issues by another one."""
+    play.life = str(LIFE_S)
+    await the_brokers_restart_in_turn(play)
+    play.life = ""
     name = play.random.choice(BROKERS)
     play.brokers[name].signal(signal.SIGSTOP)
     said = await asyncio.to_thread(

@@ -23,7 +23,8 @@ WEEK_MS = 7 * DAY_MS
     [
         (0, False),
         (60_000, False),
-        (HOUR_MS, True),
+        (HOUR_MS, False),
+        (DAY_MS + HOUR_MS, True),
         (300 * DAY_MS, True),
         (-HOUR_MS, False),
         (-WEEK_MS - HOUR_MS, True),
