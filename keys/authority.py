@@ -58,7 +58,8 @@ automatic, clients, operators and approvers where somebody may be on holiday."""
 CLOCK_SKEW: Final = timedelta(minutes=5)
 """Certificates begin this much earlier, for peers whose clock is behind; a quarter of a life that is shorter than an hour or so."""
 BROKER_CLOCK_SKEW: Final = timedelta(days=1)
-"""Those of brokers, which hold the issuing key anyway, begin so much earlier: a clock that shows another time zone keeps no peer and no client away."""
+"""Those of brokers, which hold the issuing key anyway, begin so much earlier, and those that they stand under: a clock that shows another time zone
+keeps no peer and no client away."""
 DNS_NAMES_MAX: Final = 16
 
 _ROOT_CERTIFICATE: Final = "root.pem"
@@ -292,7 +293,7 @@ def create_authority(
             _name(subject),
             root_key.public_key(),
             root_key.public_key(),
-            now - CLOCK_SKEW,
+            now - BROKER_CLOCK_SKEW,
             now + ROOT_LIFETIME,
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)
@@ -324,7 +325,7 @@ def _issuing_certificate(
             root.subject,
             public_key,
             root_key.public_key(),
-            max(now - CLOCK_SKEW, root.not_valid_before_utc),
+            max(now - BROKER_CLOCK_SKEW, root.not_valid_before_utc),
             min(now + ISSUING_LIFETIME, root.not_valid_after_utc),
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

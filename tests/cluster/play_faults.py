@@ -939,6 +939,9 @@ async def a_broker_is_away_for_a_certificate(play: Play) -> None:
     assert said.returncode == 0, said.stdout + said.stderr
     await asyncio.sleep(LIFE_S + 5)
     play.brokers[name].signal(signal.SIGCONT)
+    await play.load.goes_on(GOES_ON)
+    await play.in_sync()
+    await the_brokers_restart_in_turn(play)
 
 
 FAULTS: Final[dict[str, Fault]] = {
