@@ -319,6 +319,9 @@ async def open_broker(
             if not home:
                 return "No broker leads the region's audit log"
             return f"The region's audit log is written by broker {home}"
+        if clustered is not None and audited is None and clustered.member.is_beginning:
+            # On this disk alone, and no other process has it. What it holds without a checkpoint, as after a kill, is read at the start.
+            return ""
         return _why(registered)
 
     before = None if clustered is None else clustered.member.audit.before
