@@ -201,6 +201,7 @@ class Play:
 
     def __init__(self, home: Path, seed: int) -> None:
         begin_network()
+        self.seed = seed
         self.home = home
         self.random = random.Random(seed)
         self.folder: RegionFolder = make_region(home, "us-east", at_ms=now_ms() - 2 * DAY_MS)
@@ -329,8 +330,8 @@ class Play:
     def heal(self) -> None:
         for machine in (*self.brokers.values(), *self.etcd.machines.values()):
             machine.heal()
-            machine.make_room()
             machine.go_on()
+            machine.make_room()
         for name in BROKERS:
             set_clock(self.clock(name), 0)
 
@@ -856,11 +857,10 @@ async def the_controllers_disk_hangs_and_a_leader_is_killed(play: Play) -> None:
     await asyncio.to_thread(play.brokers[controller].hang)
     await asyncio.sleep(HANGS_S * play.random.random())
     leader = await play.leader(QUEUE)
-    if leader == controller:
-        return
-    play.brokers[leader].kill()
-    await _lease(2)
-    await play.start_again(leader)
+    if leader != controller:
+        play.brokers[leader].kill()
+        await _lease(2)
+        await play.start_again(leader)
     await asyncio.to_thread(play.brokers[controller].go_on)
 
 
