@@ -115,8 +115,10 @@ class Backup:
             await asyncio.sleep(3 * random.random())
             machine = play.brokers[random.choice(BROKERS)]
             machine.signal(signal.SIGSTOP)
-            await asyncio.sleep((LEASE_S + 1) * random.choice((0.2, 1)))
-            machine.signal(signal.SIGCONT)
+            try:
+                await asyncio.sleep((LEASE_S + 1) * random.choice((0.2, 1)))
+            finally:
+                machine.signal(signal.SIGCONT)
 
     async def copied(self, name: str) -> None:
         machine = self.play.brokers[name]

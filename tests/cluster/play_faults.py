@@ -903,7 +903,7 @@ async def a_disk_hangs_below_copies_that_are_made(play: Play) -> None:
 
 async def a_clock_is_wrong(play: Play) -> None:
     """By an hour; a leader is killed meanwhile. Then it is right again, and nothing has to be restarted."""
-    name = play.random.choice(BROKERS)
+    name = play.random.choice([await play.home_of_the_audit_log(), *BROKERS])
     set_clock(play.clock(name), play.random.choice((HOUR_MS, -HOUR_MS)))
     await play.load.goes_on(GOES_ON)
     await play.views.goes_on(OF_VIEWS)
