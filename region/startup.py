@@ -313,16 +313,24 @@ async def open_broker(
     audited = None if clustered is None else clustered.member.audit.stream
     has_audit_log = clustered is None or audited is not None or clustered.has_audit_log
 
-    def may_not_sign() -> str:
+    def may_not_write() -> str:
         if clustered is not None and not clustered.has_audit_log:
             home = clustered.audit_home
             if not home:
                 return "No broker leads the region's audit log"
             return f"The region's audit log is written by broker {home}"
-        if clustered is not None and audited is None and clustered.member.is_beginning:
-            # On this disk alone, and no other process has it. What it holds without a checkpoint, as after a kill, is read at the start.
-            return ""
         return _why(registered)
+
+    def may_not_sign() -> str:
+        if (
+            clustered is not None
+            and clustered.has_audit_log
+            and audited is None
+            and clustered.member.is_beginning
+        ):
+            # What stands on this disk alone, and has no checkpoint after a kill, is read at the start.
+            return ""
+        return may_not_write()
 
     before = None if clustered is None else clustered.member.audit.before
     if before is not None and before.broker == config.broker:
@@ -335,6 +343,7 @@ async def open_broker(
         config,
         own,
         cosigned,
+        may_not_write,
         may_not_sign,
         name=AUDIT if has_audit_log else NO_AUDIT,
         files=machine.evidence,

@@ -239,7 +239,7 @@ class ClusterMember:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether this process is registered, and was never alive yet: no other one of this broker is alive then, nor can be again."""
+        """Whether this process is registered, and was never alive yet: no process of this broker is, and none that was registered before can be again."""
         return self._registry.is_beginning
 
     def on_assigned(self, listener: Callable[[str], None]) -> None:

@@ -160,7 +160,7 @@ class Registry:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether this process is registered, and was never alive yet: no other one of this broker is alive then, nor can be again."""
+        """Whether this process is registered, and was never alive yet: no process of this broker is, and none that was registered before can be again."""
         return bool(self._registered_revision) and not self._was_put and self._ended is None
 
     def may_answer(self) -> bool:
