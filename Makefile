@@ -100,7 +100,7 @@ soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile 
 	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest -s --timeout 3600 tests/soak tests/region/test_kill.py \
 	  tests/region/test_hostile.py
 
-faults: $(STAMP) ## ROUNDS faults of 41 kinds (kills, stops, partitions, power cuts, restarts in turn, etcd away or put back, disks that are full, hang or fail a sync, with operators' commands beside them) over brokers on machines of their own, and kills of views' leaders, of the audit log's home, of bridges and of transactions' coordinator, under load (root, minutes)
+faults: $(STAMP) ## ROUNDS faults of 47 kinds (kills, stops, partitions, power cuts, restarts in turn, etcd away or put back, disks that are full, hang or fail a sync, wrong clocks, certificates that end, with operators' commands beside them) over brokers on machines of their own, for each ten rounds a region that becomes several brokers' and one that is put back from a backup, and kills of views' leaders, of the audit log's home, of bridges and of transactions' coordinator, under load (root, minutes)
 	@FELIX_FAULT_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -s --timeout 86400 tests/cluster/test_faults.py tests/cluster/test_replicated_processes.py \
 	  tests/cluster/test_copied_views_processes.py tests/cluster/test_audit_failover.py tests/cluster/test_kill_bridges.py tests/cluster/test_transactions_processes.py
 

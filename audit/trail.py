@@ -147,11 +147,12 @@ class Trail:
         state: Opened,
         wal: Wal | None,
         refusal: Callable[[], str],
+        unsigned: Callable[[], str],
         runtime: Runtime,
     ) -> None:
         self._folder, self._folder_lock, self._keys, self._settings = folder, lock, keys, settings
         self._wal = wal
-        self._refusal = refusal
+        self._refusal, self._unsigned = refusal, unsigned
         self._runtime, self._clock = runtime, runtime.clock
         self.recovered: Torn | None = state.torn
         """what opening cut from the write-ahead file, if anything"""
@@ -211,6 +212,7 @@ class Trail:
         cosigned: Iterable[bytes] = (),
         settings: TrailSettings | None = None,
         refusal: Callable[[], str] = lambda: "",
+        unsigned: Callable[[], str] | None = None,
         files: Files = SHARED_FILES,
         runtime: Runtime = REAL,
         copied: bool = False,
@@ -221,7 +223,7 @@ class Trail:
         checkpoint beside it (ML-DSA-44). `earlier`: keys that signed before these, each up to its size. `cosigned`: notes that
         witnesses remember of this log; a log that does not reach them, or differs, is not opened.
         `refusal`: why nothing may be appended or signed now, empty where it may: whoever else may write a log of this name
-        meanwhile would make another history of it. Asked from several threads, often. `copied`: several brokers have copies of it; until
+        meanwhile would make another history of it. Asked from several threads, often. `unsigned`: why no checkpoint may be made of what it has, where that is not the same. `copied`: several brokers have copies of it; until
         `lead`, it takes what they have and signs nothing.
 
         Raises RequestError(CONFLICT) where another process has it open, or it is of the other kind, CorruptionError where leaves are damaged,
@@ -241,7 +243,9 @@ class Trail:
             wal = None
             if not copied:
                 wal = _open_wal(folder, state, settings)
-            trail = cls(folder, lock, keys, known, settings, state, wal, refusal, runtime)
+            trail = cls(
+                folder, lock, keys, known, settings, state, wal, refusal, unsigned or refusal, runtime
+            )
             if not copied:
                 trail.checkpoints.sign_where_keys_meet()
         except BaseException:
@@ -400,7 +404,9 @@ class Trail:
 
     def held_back(self) -> AuditUnavailableError | None:
         """Why the log may not be written now, though nothing is wrong with it; None where it may."""
-        why = self._refusal()
+        return self._held_back(self._refusal())
+
+    def _held_back(self, why: str) -> AuditUnavailableError | None:
         if not why and self._wal is None and not self._admits:
             why = "This broker is about to go on with it"
         if not why:
@@ -451,7 +457,9 @@ class Trail:
 
     def _unpublished(self) -> FelixError | None:
         """Why no checkpoint is made now; None where one may come."""
-        return self.failure if self._copies is None else self._failure or self._unkept
+        if self._copies is not None:
+            return self._failure or self._unkept
+        return self._failure or self._full or self._held_back(self._unsigned())
 
     def leaves(self, start: int = 0) -> Iterator[tuple[int, memoryview]]:
         """Every leaf from index `start` on that is durable at the first step, with its index. Blocks, as `publish` does."""
@@ -823,7 +831,7 @@ class Trail:
         overdue = due_s is not None and self._clock.monotonic() >= due_s
         if uncovered and (wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves):
             # Who leads copies commits the checkpoint on them, so that no other reason to wait counts there.
-            if (self._refusal() if self._wal is not None else copies is None) or not self._publish(copies):
+            if (self._unsigned() if self._wal is not None else copies is None) or not self._publish(copies):
                 # Looked at again after another interval, or when the log is opened again.
                 self._put_off()
             else:

@@ -970,7 +970,9 @@ class Agent:
         source = self.config.source
         try:
             root_pem = self._files.bundles[source].root_pem.encode()
-            renewed = await request_renewal(self._endpoints[source].connection(), held, root_pem, now_ms)
+            renewed = await request_renewal(
+                self._endpoints[source].connection(), held, root_pem, self._clock_ms
+            )
             await asyncio.to_thread(store_renewed, renewed, held, self.paths.identity)
         except (FelixError, OSError) as error:
             stage = stage_of(Life(held.not_before_ms, held.not_after_ms), now_ms)

@@ -41,9 +41,15 @@ WAIT_S_MAX: Final = 3_600.0
 
 
 async def request_renewal(
-    connection: RegionConnection, identity: Identity, root_pem: bytes, now_ms: int, *, same_key: bool = False
+    connection: RegionConnection,
+    identity: Identity,
+    root_pem: bytes,
+    clock_ms: Callable[[], int],
+    *,
+    same_key: bool = False,
 ) -> Identity:
-    """The next identity of the one that `connection` came with, verified under the region's root.
+    """The next identity of the one that `connection` came with, verified under the region's root. `clock_ms`: the answer may come long after it was asked for,
+    and the certificate hold from then on alone.
 
     Raises what the broker refuses it with, RequestError(IDENTITY_REFUSED) where what it gave is not what was asked for.
     """
@@ -61,7 +67,7 @@ async def request_renewal(
     who = identity.spiffe_id
     renewed = Identity(who, answer.chain_pem, key)
     verify_chain(
-        answer.chain_pem, TrustBundle([TrustAnchor(who.region, who.mesh, root_pem)]), now_ms, (who.kind,)
+        answer.chain_pem, TrustBundle([TrustAnchor(who.region, who.mesh, root_pem)]), clock_ms(), (who.kind,)
     )
     if renewed.not_after_ms <= identity.not_after_ms:
         raise RequestError(
@@ -173,7 +179,7 @@ class IdentityKeeper:
         certificate, key = (None, None) if file is None else identity_files(file)
         try:
             renewed = await request_renewal(
-                connection, held, credentials.root_pem, self._clock_ms(), same_key=key is not None
+                connection, held, credentials.root_pem, self._clock_ms, same_key=key is not None
             )
         except FelixError:
             credentials = await asyncio.to_thread(load_credentials, profile)

@@ -57,6 +57,9 @@ IDENTITY_LIFETIME: Final = {
 automatic, clients, operators and approvers where somebody may be on holiday."""
 CLOCK_SKEW: Final = timedelta(minutes=5)
 """Certificates begin this much earlier, for peers whose clock is behind; a quarter of a life that is shorter than an hour or so."""
+BROKER_CLOCK_SKEW: Final = timedelta(days=1)
+"""Those of brokers, which hold the issuing key anyway, begin so much earlier, and those that they stand under: a clock that shows another time zone
+keeps no peer and no client away."""
 DNS_NAMES_MAX: Final = 16
 
 _ROOT_CERTIFICATE: Final = "root.pem"
@@ -141,7 +144,7 @@ class RegionAuthority:
         """A certificate chain, PEM, leaf first, for somebody who made their own key.
 
         `lifetime` is IDENTITY_LIFETIME of the kind unless given; `renewal` goes into the certificate as it is. Raises RequestError: WRONG_REGION for another trust
-        domain, INVALID for names or lifetimes that cannot be, IDENTITY_EXPIRED where the issuing certificate ended.
+        domain, INVALID for names or lifetimes that cannot be, IDENTITY_EXPIRED where the issuing certificate ended, IDENTITY_REFUSED where what is issued would end before that begins.
         """
         if spiffe_id.trust_domain != self.trust_domain:
             raise RequestError(
@@ -166,13 +169,21 @@ class RegionAuthority:
                 code=Code.IDENTITY_EXPIRED,
                 hint="Renew it with the root key.",
             )
+        if now + life <= self.issuing.not_valid_before_utc:
+            raise RequestError(
+                f"It is {now:%Y-%m-%dT%H:%M:%SZ} by this machine's clock, and the issuing certificate of {self.trust_domain} holds from "
+                f"{self.issuing.not_valid_before_utc:%Y-%m-%dT%H:%M:%SZ} on.",
+                code=Code.IDENTITY_REFUSED,
+                hint="Set the clock right.",
+            )
+        skew = BROKER_CLOCK_SKEW if spiffe_id.kind == "broker" else CLOCK_SKEW
         builder = (
             _builder(
                 f"{spiffe_id.kind}/{spiffe_id.name}",
                 self.issuing.subject,
                 public_key,
                 self.issuing_key.public_key(),
-                max(now - min(CLOCK_SKEW, life / 4), self.issuing.not_valid_before_utc),
+                max(now - min(skew, life / 4), self.issuing.not_valid_before_utc),
                 min(now + life, self.issuing.not_valid_after_utc),
             )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -282,7 +293,7 @@ def create_authority(
             _name(subject),
             root_key.public_key(),
             root_key.public_key(),
-            now - CLOCK_SKEW,
+            now - BROKER_CLOCK_SKEW,
             now + ROOT_LIFETIME,
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)
@@ -314,7 +325,7 @@ def _issuing_certificate(
             root.subject,
             public_key,
             root_key.public_key(),
-            max(now - CLOCK_SKEW, root.not_valid_before_utc),
+            max(now - BROKER_CLOCK_SKEW, root.not_valid_before_utc),
             min(now + ISSUING_LIFETIME, root.not_valid_after_utc),
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -51,7 +51,8 @@ class BrokerCertificate:
     def _issue(self, authority: RegionAuthority) -> Identity:
         config = self._config
         identity = SpiffeId(config.region, config.mesh, "broker", config.broker)
-        issued = authority.issue_identity(identity, self._now_ms(), dns_names=server_names(config))
+        self._issued_ms = now_ms = self._now_ms()
+        issued = authority.issue_identity(identity, now_ms, dns_names=server_names(config))
         see = self._expiries.see
         see(str(identity), "broker", Life(issued.not_before_ms, issued.not_after_ms))
         for kind, (start_ms, end_ms) in authority.lives().items():
@@ -79,8 +80,12 @@ class BrokerCertificate:
 
     async def renew(self, take: Callable[[ServerTls], None]) -> None:
         """Issue the next one where it is due, and hand it to `take`. Whatever it raises may pass: a broker whose certificate ends is
-        lost to its clients, so the caller tries again."""
-        if self._identity.renewal_due(self._now_ms()):
+        lost to its clients, so the caller tries again.
+
+        One that was issued while the clock was ahead does not hold yet once that is right again: nobody would reach the broker until then."""
+        now_ms = self._now_ms()
+        was_ahead = now_ms < min(self._identity.not_before_ms, self._issued_ms)
+        if was_ahead or self._identity.renewal_due(now_ms):
             # Read again: a renewed issuing certificate is taken without a restart.
             self._identity = self._issue(await asyncio.to_thread(self._load))
             take(self.tls())

@@ -47,6 +47,7 @@ from region.cluster.problems import (
     Found,
     Survey,
     living_copies,
+    no_links,
     survey,
     vacancy,
     wrong_clock,
@@ -67,6 +68,8 @@ log = logging.getLogger("felix.region.cluster")
 RETRY_MS: Final = 25
 """A client that asked the wrong broker, or one that is about to lead, retries after this; the SDK waits twice as long each time. A leader that
 stops in order is followed within some tens of milliseconds."""
+NO_LINK_MS: Final = 10_000
+"""How long two brokers have had no link, beyond a lease, before a person is told: one that died is not alive any more by then."""
 OTHERS_S: Final = 1.0
 """How long a broker is waited for that is asked for what it knows alone: bridges, and what copies lack."""
 DEFAULT_REPLICAS: Final = 3
@@ -277,8 +280,8 @@ class Clustered:
         aside = [] if self.replicas is None else self.replicas.set_aside(self.member.broker)
         return Found([*problems, *self.own_troubles()], [*found.remarks, *aside])
 
-    def own_troubles(self) -> list[str]:
-        """What is wrong with the copies that this broker has, and with its clock."""
+    def own_troubles(self, to: str = "") -> list[str]:
+        """What is wrong with the copies that this broker has, with its clock, and with its links. `to`: another broker that asks for it."""
         told: list[str] = []
         broker = self.member.broker
         if self.replicas is not None:
@@ -294,6 +297,18 @@ class Clustered:
             }
             if clock := wrong_clock(broker, {peer: ms for peer, ms in ahead.items() if ms is not None}):
                 told.append(clock)
+            alive = self.member.mirror.view.alive
+            told += no_links(
+                broker,
+                {
+                    peer: apart
+                    for peer, apart in self.requests.apart().items()
+                    if peer in alive
+                    and apart[0] >= alive[peer].lease_ms + NO_LINK_MS
+                    # Of two that both can say so, one does.
+                    and (to == "" or broker < peer)
+                },
+            )
         return told
 
     async def _hear_troubles(self) -> list[str]:

@@ -34,14 +34,14 @@ class TroublesTold(msgspec.Struct, frozen=True, array_like=True):
 class CopyTroubles:
     """Of one broker: asks the others, and answers."""
 
-    def __init__(self, requests: PeerRequests, own: Callable[[], list[str]]) -> None:
-        """`own`: what is wrong with this broker's copies."""
+    def __init__(self, requests: PeerRequests, own: Callable[[str], list[str]]) -> None:
+        """`own`: what is wrong with this broker's copies, for another broker that asks."""
         self._requests = requests
         self._own = own
         requests.serve(TroublesAsk, self._told)
 
     async def _told(self, peer: str, asked: TroublesAsk) -> TroublesTold:
-        own = self._own()
+        own = self._own(peer)
         return TroublesTold(own[:TOLD_MAX], max(0, len(own) - TOLD_MAX))
 
     async def hear(self, brokers: Iterable[str]) -> list[str]:

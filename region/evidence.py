@@ -34,13 +34,14 @@ def open_evidence(
     own: RegionBundle,
     cosigned: WitnessMemory,
     refusal: Callable[[], str],
+    unsigned: Callable[[], str],
     *,
     name: str,
     files: Files,
     runtime: Runtime,
     copied: bool = False,
 ) -> tuple[Witness, Trail]:
-    """Blocks. `name`: of the log's folder. `refusal`: why nothing may be signed now, or an empty string; asked from other threads. `copied`: several brokers have copies of the log. Of other regions only the pinned
+    """Blocks. `name`: of the log's folder. `refusal` and `unsigned`: as `Trail.open`; asked from other threads. `copied`: several brokers have copies of the log. Of other regions only the pinned
     ones are known yet; governance adds those that the store names rightly. Raises as `Trail.open`; RequestError(CONFIG_INVALID) where the newest checkpoint of a copy is of before a change of
     the log's keys, or after it, and the keys here are not.
     """
@@ -75,6 +76,7 @@ def open_evidence(
         ],
         settings=TrailSettings(checkpoint_interval_ms=config.audit.checkpoint_every),
         refusal=refusal,
+        unsigned=unsigned,
         files=files,
         runtime=runtime,
         copied=copied,

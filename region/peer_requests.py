@@ -81,6 +81,10 @@ class PeerRequests:
         """How far this broker's clock is ahead of a peer's, in ms; None where that is not known (yet)."""
         return 0 if peer == self.own else self.links.ahead_of(peer)
 
+    def apart(self) -> dict[str, tuple[int, str]]:
+        """The brokers that are alive and to which no link stands: for how long (ms), and why, where this broker knows."""
+        return self.links.apart()
+
     async def ask(
         self, peer: str, request: PeerRequest, answer: type[AnswerT], *, timeout_s: float = ASK_S
     ) -> AnswerT:

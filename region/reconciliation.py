@@ -486,7 +486,8 @@ def _shard(
         winners = [broker for broker in replicas if broker in plan.nodes and broker not in known.damaged]
         if not known.told and not known.away and known.is_durable and before is not None:
             plan.notes.append(
-                f"{known.what} has no folder at any broker: nothing was written to it, what it had was given up, or it was deleted since. It is there, and empty; "
+                f"{known.what} has no folder at any broker: nothing was written to it, what it had was given up, or it was deleted since; or the folders are of a backup "
+                "beside which it was moved. It is there, and empty; "
                 "`felix stream delete` deletes it."
             )
     if not winners or (not known.has_copies and known.owner in known.away):

@@ -28,7 +28,8 @@ ASKED_AGAIN: Final = Transaction((), ())
 _HINTS: Final = {
     Reason.NO_REPORT: "On the machine that has it: `felix region reconcile {region} --save FILE`; then name the file here with --report. If it will "
     "not come back: --without BROKER. If it was drained and retired since the backup: --retired BROKER.",
-    Reason.OLD_FOLDER: "Put its newest folder back. A file of --save that is older than the broker's last start: make it again.",
+    Reason.OLD_FOLDER: "Put its newest folder back. A file of --save that is older than the broker's last start: make it again. Where all folders are of a backup, "
+    "restore a snapshot of the store that was saved before the first of them was copied.",
 }
 
 

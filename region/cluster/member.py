@@ -237,6 +237,11 @@ class ClusterMember:
         """Why this broker may not answer for what it leads now, or None."""
         return self._registry.refusal()
 
+    @property
+    def is_beginning(self) -> bool:
+        """Whether this process is registered, and was never alive yet: no process of this broker is, and none that was registered before can be again."""
+        return self._registry.is_beginning
+
     def on_assigned(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with the name of each stream whose leader may be another one now."""
         self._listeners.append(listener)

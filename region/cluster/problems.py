@@ -122,6 +122,15 @@ def wrong_clock(broker: str, ahead_ms: Mapping[str, int]) -> str:
     )
 
 
+def no_links(broker: str, apart: Mapping[str, tuple[int, str]]) -> Iterator[str]:
+    """What a broker says of others that are alive and that it has no link with. `apart`: of each for how long (ms), and why, where it knows."""
+    for peer, (ms, why) in sorted(apart.items()):
+        yield (
+            f"Brokers {broker} and {peer} are both alive, and have had no link for {ms // 1_000:,} s{': ' if why else '. '}{why.rstrip('.')}{'. ' if why else ''}"
+            "Neither's copies follow the other's. Look at the network between them, and at their clocks."
+        )
+
+
 def unreadable(found: Mapping[str, str]) -> Iterator[str]:
     """The first keys, each by itself: whoever can write the store makes as many as he likes."""
     first = sorted(found.items())[:GROUPS_SHOWN]

@@ -98,7 +98,7 @@ class Registry:
         """when it answered last while there was no lease"""
         self._resumed_ms = 0
         """when it answered again after a lease was lost; 0 where none was"""
-        self._is_announced = False
+        self._is_announced = self._was_put = False
         self._health = Health()
         self._why = "it is not registered yet"
         self._ended: FelixError | None = None
@@ -157,6 +157,11 @@ class Registry:
         await self._over.wait()
         assert self._ended is not None
         return self._ended
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether this process is registered, and was never alive yet: no process of this broker is, and none that was registered before can be again."""
+        return bool(self._registered_revision) and not self._was_put and self._ended is None
 
     def may_answer(self) -> bool:
         """Whether what rests on no commit may be answered now: no other broker can have been elected in our place.
@@ -325,6 +330,7 @@ class Registry:
                 self._answered_ms = lease.renewed_ms
                 if had_one:
                     self._resumed_ms = lease.renewed_ms
+            self._was_put = True
             try:
                 revision = await self._put(lease)
             except BaseException:

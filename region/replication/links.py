@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ LINK_LIMITS: Final = TransportLimits(
 )
 """Frames wait here, where what is short can pass them, and not in the engine. Beats keep a link alive."""
 SOFTWARE: Final = "felix broker"
+_DIGITS: Final = re.compile(r"\d+")
 _NO_REQUESTS: Final = Limits(batch_bytes_max=0, subscriptions_max=0, streams_max=0, requests_max=0)
 
 
@@ -153,6 +155,8 @@ class PeerLinks:
         self._runtime = runtime
         self._accept_limits = accept_limits
         self._addresses: dict[str, str] = {}
+        self._apart: dict[str, tuple[int, str]] = {}
+        """Brokers that are alive and to which no link stands: since when (`boot_ms`), and why the last call failed, where this broker calls."""
         self._callers: dict[str, asyncio.Task[None]] = {}
         self._up: dict[str, Link] = {}
         self._strangers: set[Link] = set()
@@ -174,6 +178,12 @@ class PeerLinks:
         self._addresses = {
             broker: address for broker, address in addresses.items() if broker != self.me.broker
         }
+        now_ms = self.boot_ms()
+        self._apart = {
+            broker: self._apart.get(broker, (now_ms, ""))
+            for broker in self._addresses
+            if broker not in self._up
+        }
         loop = asyncio.get_running_loop()
         if self._beats is None:
             self._beats = loop.create_task(self._beat(), name="peer beats")
@@ -190,6 +200,11 @@ class PeerLinks:
         own clock shows at once, one of the peer's within CLOCK_BEATS beats. On any thread."""
         clocks = self._clocks.get(peer)
         return None if clocks is None else self.now_ms() - self.boot_ms() - max(clocks)
+
+    def apart(self) -> dict[str, tuple[int, str]]:
+        """The brokers that are alive and to which no link stands: for how long (ms), and why, where this broker knows."""
+        now_ms = self.boot_ms()
+        return {broker: (now_ms - since_ms, why) for broker, (since_ms, why) in self._apart.items()}
 
     @property
     def peers(self) -> list[str]:
@@ -245,8 +260,11 @@ class PeerLinks:
                 error = failed
             finally:
                 self._strangers.discard(link)
-            if error is not None and error.sentence != told:
-                told = error.sentence
+            if error is not None and broker in self._apart:
+                self._apart[broker] = self._apart[broker][0], error.sentence
+            # What says the time says something else each time.
+            if error is not None and (said := _DIGITS.sub("", error.sentence)) != told:
+                told = said
                 log.warning("the link to broker %s: %s", broker, error)
             await asyncio.sleep(backoff.next_ms() / 1_000)
 
@@ -290,12 +308,15 @@ class PeerLinks:
             older.end(Code.DISCONNECTED, "another link took its place")
         self._strangers.discard(link)
         self._up[link.peer] = link
+        self._apart.pop(link.peer, None)
         self._linked(link.peer, True)
 
     def went_down(self, link: Link) -> None:
         self._strangers.discard(link)
         if self._up.get(link.peer) is link:
             del self._up[link.peer]
+            if link.peer in self._addresses:
+                self._apart[link.peer] = self.boot_ms(), ""
             self._clocks.pop(link.peer, None)
             self._linked(link.peer, False)
         self._news.tell()

@@ -64,7 +64,8 @@ async def open_audit_log(ground: Ground, metadata: Metadata) -> Evidence:
         config,
         ground.own,
         cosigned,
-        lambda: _why_not_sign(metadata, clustered),
+        lambda: _why_not_write(metadata, clustered),
+        lambda: "" if _is_beginning_alone(clustered) else _why_not_write(metadata, clustered),
         name=AUDIT if is_here else NO_AUDIT,
         files=machine.evidence,
         runtime=runtime,
@@ -84,8 +85,18 @@ async def open_audit_log(ground: Ground, metadata: Metadata) -> Evidence:
     return Evidence(trail, witness, cosigned, submissions, copied, before, trusted)
 
 
-def _why_not_sign(metadata: Metadata, clustered: Clustered | None) -> str:
-    """Why nothing may be signed now; empty where it may. Also asked from other threads."""
+def _is_beginning_alone(clustered: Clustered | None) -> bool:
+    """Whether the log is on this disk alone, and this broker was not alive yet: what stands there without a checkpoint, after a kill, is read at the start."""
+    return (
+        clustered is not None
+        and clustered.has_audit_log
+        and clustered.member.audit.stream is None
+        and clustered.member.is_beginning
+    )
+
+
+def _why_not_write(metadata: Metadata, clustered: Clustered | None) -> str:
+    """Why nothing may be appended now; empty where it may. Also asked from other threads."""
     if clustered is not None and not clustered.has_audit_log:
         home = clustered.audit_home
         if not home:

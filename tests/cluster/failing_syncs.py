@@ -1,4 +1,4 @@
-"""`felix` on a disk that fails a sync when it is told to, and says nothing more of that file: for tests.
+"""A process on a disk that fails a sync when it is told to, and says nothing more of that file (cluster.played_broker).
 
 As on Linux, where a sync that failed has dropped what it should have written, a later one of the same file succeeds and brings none of that to the disk,
 before it was written again. Here such a sync does nothing at all. So what is counted as synced on the strength of one is gone with the power. Of a
@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Final
-
-from cli.main import main
 
 TOLD_BY: Final = "TESTS_FAILING_SYNCS"
 """A file: while it is there, the next sync of a path that has its text in it fails, and the file goes."""
@@ -100,8 +98,8 @@ def without(ranges: Sequence[Range], gone: Range) -> list[Range]:
 
 _pwritev, _pwrite, _ftruncate = os.pwritev, os.pwrite, os.ftruncate
 
-if __name__ == "__main__":
-    syncs = Syncs(Path(os.environ[TOLD_BY]))
+
+def install(syncs: Syncs) -> None:
+    """This process's own go by it from now on."""
     os.fsync, os.fdatasync = syncs.failing(os.fsync), syncs.failing(os.fdatasync)  # type: ignore[assignment]
     os.pwritev, os.pwrite, os.ftruncate = syncs.pwritev, syncs.pwrite, syncs.ftruncate  # type: ignore[assignment]
-    main()

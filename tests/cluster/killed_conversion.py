@@ -1,6 +1,6 @@
-"""`felix region to-cluster us-east`, killed with SIGKILL before one of its writes.
+"""`felix region to-cluster`, of us-east unless REGION says another one, killed with SIGKILL before one of its writes.
 
-    python -m cluster.killed_conversion KILL TOLD
+    python -m cluster.killed_conversion KILL TOLD [REGION]
 
 `KILL`: before which write, counted from 1 on; 0: before none. A write is whatever changes the disk or the store: a file that is opened to be written, what is
 written into it, cut, synced or renamed, a folder that is made, synced or removed, a transaction of etcd. They are told in the file TOLD, a line each.
@@ -88,5 +88,5 @@ def free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Ad
 if __name__ == "__main__":
     cli.to_cluster.free_address = free_address  # type: ignore[attr-defined]
     begin(int(sys.argv[1]), Path(sys.argv[2]))
-    sys.argv = ["felix", "region", "to-cluster", "us-east"]
+    sys.argv = ["felix", "region", "to-cluster", *(sys.argv[3:] or ["us-east"])]
     main()

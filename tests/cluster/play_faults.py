@@ -28,10 +28,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
+from cluster.audit_load import AuditLoad
 from cluster.failing_syncs import TOLD_BY
 from cluster.history import History
 from cluster.load import Load, stored_in
 from cluster.machines import Machine, begin_network, cut_power
+from cluster.played_broker import AHEAD_BY, BROKER_LIFE_S, set_clock
 from cluster.processes import write_cluster
 from cluster.transaction_load import TransactionLoad
 from cluster.view_load import ViewLoad
@@ -45,6 +47,7 @@ from cli.process import read_state
 from cli.several import log_file
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.messages import ListStreams
+from felix.runtime.real import now_ms
 from region.folder import RegionFolder
 
 T = TypeVar("T")
@@ -66,11 +69,17 @@ TRANSACTIONS: Final = 5
 TRANSACTION_PAUSE_S: Final = 0.1
 OF_VIEWS: Final = 20
 """Jobs, records of a subscription and values of a cache that are confirmed after a fault, before the next one."""
+DOCUMENTS: Final = 2
+"""That are taken after a fault, before the next one."""
+HOUR_MS: Final = 3_600_000
+DAY_MS: Final = 24 * HOUR_MS
+LIFE_S: Final = 30
+"""Of a broker's certificate, where it is to end soon."""
 FULL_S: Final = 2.0
 """How long a disk is full at least."""
 HANGS_S: Final = 12.0
 """How long a disk hangs at most, where that has to end by itself: longer than a leader waits for a sync."""
-FAILING: Final = "cluster.failing_syncs"
+PLAYED: Final = "cluster.played_broker"
 REOPENED_S: Final = 8.0
 """By then a broker has opened a copy again whose disk had failed once."""
 PAUSE_S: Final = 0.01
@@ -192,9 +201,10 @@ class Play:
 
     def __init__(self, home: Path, seed: int) -> None:
         begin_network()
+        self.seed = seed
         self.home = home
         self.random = random.Random(seed)
-        self.folder: RegionFolder = make_region(home, "us-east")
+        self.folder: RegionFolder = make_region(home, "us-east", at_ms=now_ms() - 2 * DAY_MS)
         disks = home / "disks"
         disks.mkdir()
         self.brokers = {
@@ -212,6 +222,9 @@ class Play:
         self.load: Load
         self.transactions = TransactionLoad(TOGETHER, 1, seed, pause_s=TRANSACTION_PAUSE_S)
         self.views = ViewLoad(*VIEWS)
+        self.life = ""
+        """how many seconds the certificate of a broker holds that is started; empty: as ever"""
+        self.audit = AuditLoad(self.folder)
         self.clients: dict[str, felix.RegionClient] = {}
 
     # -- brokers ---------------------------------------------------------------------------------------
@@ -223,11 +236,15 @@ class Play:
             self.failing(name).unlink(missing_ok=True)
             felix_words = command("--log-level", "info", "region", "up", "us-east", "--broker", name)
             self.brokers[name].start(
-                [FAILING if word == "cli.main" else word for word in felix_words],
+                [PLAYED if word == "cli.main" else word for word in felix_words],
                 environment(
                     self.home,
                     PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
-                    **{TOLD_BY: str(self.failing(name))},
+                    **{
+                        TOLD_BY: str(self.failing(name)),
+                        AHEAD_BY: str(self.clock(name)),
+                        BROKER_LIFE_S: self.life,
+                    },
                 ),
                 said,
             )
@@ -235,6 +252,10 @@ class Play:
     def failing(self, name: str) -> Path:
         """The file that makes the next sync of this broker fail."""
         return self.home / f"{name}.fails"
+
+    def clock(self, name: str) -> Path:
+        """The file that says how wrong this broker's clock is."""
+        return self.home / f"{name}.clock"
 
     def is_serving(self, name: str) -> bool:
         process = self.brokers[name].process
@@ -309,8 +330,10 @@ class Play:
     def heal(self) -> None:
         for machine in (*self.brokers.values(), *self.etcd.machines.values()):
             machine.heal()
-            machine.make_room()
             machine.go_on()
+            machine.make_room()
+        for name in BROKERS:
+            set_clock(self.clock(name), 0)
 
     # -- a play ----------------------------------------------------------------------------------------
 
@@ -340,9 +363,11 @@ class Play:
                 self.views.going_on(one, other),
                 self.load.going_on(writers=2, readers=2, brokers=self.clients),
                 self.transactions.going_on([writer]),
+                self.audit.going_on(self.region),
             ):
                 await self.transactions.goes_on(1)
                 await self.views.goes_on(1)
+                await self.audit.goes_on(1)
                 await self.in_sync()
                 yield
             # What was told and is nowhere written goes with its process.
@@ -350,6 +375,27 @@ class Play:
             self.history.check(await stored_in(self.region, STREAM))
             await self.transactions.check(self.region)
             await self.views.check(self.region)
+            await self.audit.check([machine.folder / "audit" for machine in self.brokers.values()])
+
+    async def home_of_the_audit_log(self) -> str:
+        """The broker that writes it."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with contextlib.suppress(FelixError):
+                    brokers = (await self.region.describe()).brokers
+                    if found := [each.broker for each in brokers if each.has_audit_log]:
+                        return found[0]
+                await asyncio.sleep(0.1)
+
+    async def controller(self) -> str:
+        """The broker that places and elects."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with contextlib.suppress(FelixError):
+                    brokers = (await self.region.describe()).brokers
+                    if found := [each.broker for each in brokers if each.is_controller]:
+                        return found[0]
+                await asyncio.sleep(0.1)
 
     async def round(self, name: str) -> float:
         """One fault; seconds without an acknowledgement, at the longest."""
@@ -360,6 +406,7 @@ class Play:
             await self.load.goes_on(GOES_ON)
             await self.transactions.goes_on(TRANSACTIONS)
             await self.views.goes_on(OF_VIEWS)
+            await self.audit.goes_on(DOCUMENTS)
             await self.in_sync()
         except (TimeoutError, AssertionError) as error:
             said = "\n".join(f"-- {broker}\n{self.words(broker)}" for broker in BROKERS)
@@ -797,6 +844,106 @@ async def keys_are_rotated_beside_faults(play: Play) -> None:
     print(f"rotated: {said}")
 
 
+async def the_disk_of_the_audit_logs_home_hangs(play: Play) -> None:
+    home = await play.home_of_the_audit_log()
+    await asyncio.to_thread(play.brokers[home].hang)
+    await play.audit.goes_on(DOCUMENTS)
+    await asyncio.to_thread(play.brokers[home].go_on)
+
+
+async def the_controllers_disk_hangs_and_a_leader_is_killed(play: Play) -> None:
+    """Whoever is the controller by then elects another one."""
+    controller = await play.controller()
+    await asyncio.to_thread(play.brokers[controller].hang)
+    await asyncio.sleep(HANGS_S * play.random.random())
+    leader = await play.leader(QUEUE)
+    if leader != controller:
+        play.brokers[leader].kill()
+        await _lease(2)
+        await play.start_again(leader)
+    await asyncio.to_thread(play.brokers[controller].go_on)
+
+
+async def _has_no_copies(play: Play, name: str) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            with contextlib.suppress(FelixError):
+                states = [
+                    state
+                    for each in (STREAM, *TOGETHER, *VIEWS)
+                    for state in (await play.region.describe_stream(each)).state
+                ]
+                if all(name not in state.replicas for state in states):
+                    return
+            await asyncio.sleep(0.1)
+
+
+async def a_disk_hangs_below_copies_that_are_made(play: Play) -> None:
+    """Of whoever gets them, or of whoever leads; then it goes on, or its power goes."""
+    new, other, _ = play.random.sample(BROKERS, 3)
+    await _asked(lambda: play.region.drain_broker(new))
+    await _has_no_copies(play, new)
+    await play.load.goes_on(GOES_ON)
+    await _asked(lambda: play.region.drain_broker(new, drain=False))
+    await asyncio.sleep(1.5 * play.random.random())
+    machine = play.brokers[play.random.choice([new, new, other])]
+    await asyncio.to_thread(machine.hang)
+    await play.load.goes_on(GOES_ON)
+    await play.audit.goes_on(1)
+    await asyncio.sleep(HANGS_S * play.random.random())
+    if play.random.random() < 0.5:
+        name = next(name for name, each in play.brokers.items() if each is machine)
+        machine.signal(signal.SIGSTOP)
+        await asyncio.to_thread(machine.go_on)
+        await asyncio.to_thread(cut_power, [machine])
+        await play.start_again(name)
+    else:
+        await asyncio.to_thread(machine.go_on)
+
+
+async def a_clock_is_wrong(play: Play) -> None:
+    """By an hour; a leader is killed meanwhile. Then it is right again, and nothing has to be restarted."""
+    name = play.random.choice([await play.home_of_the_audit_log(), *BROKERS])
+    set_clock(play.clock(name), play.random.choice((HOUR_MS, -HOUR_MS)))
+    await play.load.goes_on(GOES_ON)
+    await play.views.goes_on(OF_VIEWS)
+    leader, _ = await play.led()
+    play.brokers[leader].kill()
+    await play.load.goes_on(GOES_ON)
+    await play.start_again(leader)
+    await asyncio.sleep(LEASE_S * play.random.random())
+
+
+async def a_broker_starts_with_a_wrong_clock(play: Play) -> None:
+    """Of an hour; then it is right again, and nothing has to be restarted."""
+    name = play.random.choice(BROKERS)
+    play.brokers[name].kill()
+    set_clock(play.clock(name), play.random.choice((HOUR_MS, -HOUR_MS)))
+    await play.start_again(name)
+    await asyncio.sleep(2 * LEASE_S)
+    state = await _asked(play.region.describe)
+    assert any(f"The clock of broker {name}" in each for each in state.alarms), state.alarms
+
+
+async def a_broker_is_away_for_a_certificate(play: Play) -> None:
+    """It stands still until its own and those of the others have ended, and the region issues by another one."""
+    play.life = str(LIFE_S)
+    await the_brokers_restart_in_turn(play)
+    play.life = ""
+    name = play.random.choice(BROKERS)
+    play.brokers[name].signal(signal.SIGSTOP)
+    said = await asyncio.to_thread(
+        subprocess.run, command("identity", "renew-issuing", "--region", "us-east"),
+        env=environment(play.home), capture_output=True, text=True,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stdout + said.stderr
+    await asyncio.sleep(LIFE_S + 5)
+    play.brokers[name].signal(signal.SIGCONT)
+    await play.load.goes_on(GOES_ON)
+    await play.in_sync()
+    await the_brokers_restart_in_turn(play)
+
+
 FAULTS: Final[dict[str, Fault]] = {
     fault.__name__: fault
     for fault in (
@@ -810,6 +957,8 @@ FAULTS: Final[dict[str, Fault]] = {
         the_leaders_disk_hangs, a_followers_disk_hangs, the_queues_leaders_disk_hangs_and_it_loses_power, all_disks_hang,
         a_sync_of_the_leader_fails, a_sync_fails, a_sync_of_each_broker_fails,
         a_sync_of_the_leader_fails_and_it_stands_still, a_sync_of_the_leader_fails_and_the_others_are_killed,
+        the_disk_of_the_audit_logs_home_hangs, the_controllers_disk_hangs_and_a_leader_is_killed, a_disk_hangs_below_copies_that_are_made,
+        a_clock_is_wrong, a_broker_starts_with_a_wrong_clock, a_broker_is_away_for_a_certificate,
         a_broker_is_drained_beside_faults, leaders_are_evened_out_and_the_controller_is_killed, keys_are_rotated_beside_faults,
     )
 }  # fmt: skip
@@ -846,7 +995,7 @@ async def run(play: Play, rounds: int, only: Sequence[str]) -> None:
             f"{name}: {len(found)} times, pause {statistics.median(found):.1f} s, at most {max(found):.1f} s"
         )
     print(
-        f"{len(play.history.acknowledged)} acknowledged, {play.transactions}; {play.views}; {rounds} rounds, the histories hold"
+        f"{len(play.history.acknowledged)} acknowledged, {play.transactions}; {play.views}; {play.audit}; {rounds} rounds, the histories hold"
     )
 
 

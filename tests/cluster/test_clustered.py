@@ -12,7 +12,7 @@ from felix.errors import UnavailableError
 from region.cluster.assignments import Assignments
 from region.cluster.audit_home import AuditHome
 from region.cluster.view import ClusterView
-from region.clustered import Clustered
+from region.clustered import NO_LINK_MS, Clustered
 from region.metadata.records import Stream, StreamConfig
 
 RECORD = Stream(name="acme/payments/orders", incarnation=STREAM, created_ms=0, config=StreamConfig())
@@ -127,7 +127,27 @@ def test_a_broker_whose_clock_is_far_from_that_of_most_others_says_so(
     ahead_ms: dict[str, int | None], said: str
 ) -> None:
     of_three = clustered(view_of({"a": 5, "b": 5, "c": 5}), brokers=["a", "b", "c"])
-    of_three.requests = SimpleNamespace(clock_ahead_ms=ahead_ms.get)  # type: ignore[assignment]
+    of_three.requests = SimpleNamespace(clock_ahead_ms=ahead_ms.get, apart=dict)  # type: ignore[assignment]
     told = of_three.own_troubles()
     assert told == [each for each in of_three.alarms([]) if "clock" in each]
     assert [each[: len(said)] for each in told] == ([said] if said else [])
+
+
+def test_brokers_that_are_alive_and_have_no_link_are_named_once_a_dead_one_would_not_be_alive_any_more() -> (
+    None
+):
+    of_three = clustered(view_of({"a": 5, "b": 5, "c": 5}), brokers=["a", "b", "c"])
+    lease_ms = of_three.member.mirror.view.alive["b"].lease_ms
+    apart = {"b": (lease_ms + NO_LINK_MS, "It is too late."), "c": (lease_ms + NO_LINK_MS - 1, "")}
+    of_three.requests = SimpleNamespace(clock_ahead_ms=lambda peer: None, apart=lambda: apart)  # type: ignore[assignment]
+    (told,) = of_three.own_troubles()
+    seconds = (lease_ms + NO_LINK_MS) // 1_000
+    assert told.startswith(
+        f"Brokers a and b are both alive, and have had no link for {seconds} s: It is too late. Neither"
+    )
+    # Of what is heard of others, each pair is told by one of them.
+    assert of_three.own_troubles("c") == [told]
+    apart = {"a": (lease_ms + NO_LINK_MS, "")}
+    of_three.member.broker = "b"  # type: ignore[misc]
+    assert of_three.own_troubles("c") == []
+    assert "no link for" in of_three.own_troubles()[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import long_runs
 import pytest
-from cluster.audited import key_leaf
+from cluster.audited import key_leaf, retried
 from cluster.processes import kill
 from cluster.processes import running as processes
 from e2e.command_mesh import ROOT, environment, felix_command
@@ -191,6 +191,32 @@ async def test_a_region_of_one_broker_goes_on_as_one_of_several_wherever_its_con
     with pytest.raises(RequestError) as again:
         await convert(folder, config, etcd)
     assert again.value.code is Code.CONFLICT
+
+
+async def test_a_broker_that_was_killed_before_the_checkpoint_of_a_leaf_starts_again_with_the_log_on_its_disk(
+    tmp_path: Path,
+) -> None:
+    folder = make_region(tmp_path, "us-east")
+    config = load_config(folder.config)
+    async with running(folder):
+        pass
+    etcd = Address("127.0.0.1", claim_port())
+    await convert(folder, config, etcd)
+    name_brokers(folder, config, config.broker, 1, free_address, etcd=etcd)
+    finish(folder, config)
+    log, as_killed = folder.root / "data" / "b1" / "audit", tmp_path / "as-killed"
+    async with serving(folder, "b1") as nodes:
+        trail = nodes["b1"].services.governance.trail
+        await retried(lambda: trail.append([key_leaf(number) for number in range(3)]))
+        shutil.copytree(log, as_killed)
+    assert note_size((as_killed / "checkpoint").read_bytes()) == 0, (
+        "the leaves are durable, and in no checkpoint"
+    )
+    shutil.rmtree(log)
+    as_killed.rename(log)
+    async with serving(folder, "b1"), client(folder) as region:
+        await region.create_stream(ORDERS)
+    assert audited(folder, "b1") == 3
 
 
 async def test_a_run_that_was_waiting_while_another_one_converted_drops_nothing(

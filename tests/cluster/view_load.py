@@ -82,7 +82,9 @@ class ViewLoad:
     again; a record that was acknowledged does not come again; no job or record that was confirmed is missing; the cache is linearizable.
     """
 
-    def __init__(self, queue: str, stream: str, cache: str) -> None:
+    def __init__(self, queue: str, stream: str, cache: str, *, replicas: int = 3) -> None:
+        """`replicas`: copies of each; 0: as many as the region gives a new stream."""
+        self._replicas = replicas
         self.streams: Final = (queue, stream, cache)
         self.broken: list[str] = []
         """promises, as soon as one is seen to be"""
@@ -111,9 +113,9 @@ class ViewLoad:
     async def going_on(self, one: felix.RegionClient, other: felix.RegionClient) -> AsyncIterator[None]:
         """On two clients, until the block ends. Then nothing is put and published any more, and everything is done and read."""
         queue, stream, cache = self.streams
-        await one.create_queue(queue, replicas=3, visibility=30)
-        await one.create_stream(stream, replicas=3)
-        await one.create_cache(cache, replicas=3)
+        await one.create_queue(queue, replicas=self._replicas, visibility=30)
+        await one.create_stream(stream, replicas=self._replicas)
+        await one.create_cache(cache, replicas=self._replicas)
         await one.stream(stream).create_subscription(SUBSCRIPTION, felix.SubscriptionSettings("earliest"))
         begin = asyncio.ensure_future
         self._begun = [begin(self._put_jobs(one)), begin(self._publish(one))]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from client.conftest import until
+from cryptography import x509
 from runtimes import with_wall
 
 import felix.renewal
@@ -18,9 +21,10 @@ from felix.connection import RegionConnection
 from felix.errors import Code, RequestError
 from felix.identity import Identity, parse_identity
 from felix.identity_file import load_identity, save_identity
+from felix.messages import IdentityRenewed, RenewIdentity
 from felix.names import SpiffeId
 from felix.profile import Profile
-from felix.renewal import IdentityKeeper
+from felix.renewal import IdentityKeeper, request_renewal
 from felix.runtime.port import Runtime
 from keys.authority import create_authority
 
@@ -58,12 +62,14 @@ async def test_each_life_is_renewed_at_two_thirds_and_its_session_made_anew_befo
     refused = False
     renewals = 0
 
-    async def renew(connection: Any, held: Identity, root: bytes, now_ms: int, **how: Any) -> Identity:
+    async def renew(
+        connection: Any, held: Identity, root: bytes, clock_ms: Callable[[], int], **how: Any
+    ) -> Identity:
         nonlocal renewals
         if refused:
             raise RequestError("Not today.", code=Code.FORBIDDEN)
         renewals += 1
-        return AUTHORITY.issue_identity(WHO, now_ms)
+        return AUTHORITY.issue_identity(WHO, clock_ms())
 
     monkeypatch.setattr(felix.renewal, "request_renewal", renew)
     monkeypatch.setattr(felix.renewal, "WAIT_S_MAX", 0.005)
@@ -95,14 +101,33 @@ async def test_each_life_is_renewed_at_two_thirds_and_its_session_made_anew_befo
         await keeper.close()
 
 
+async def test_a_certificate_that_was_issued_long_after_it_was_asked_for_is_taken() -> None:
+    """As where no broker served meanwhile: it does not hold at the time of the question."""
+    now, life = NOW, timedelta(minutes=1)
+
+    class Slow:
+        async def request(self, asked: RenewIdentity) -> IdentityRenewed:
+            nonlocal now
+            now += 18_000
+            key = x509.load_der_x509_csr(asked.csr).public_key()
+            return IdentityRenewed(AUTHORITY.issue(WHO, cast(Any, key), now, lifetime=life))
+
+    old = AUTHORITY.issue_identity(WHO, NOW - 42_000, lifetime=life)
+    root = AUTHORITY.anchor().root_pem
+    renewed = await request_renewal(cast(RegionConnection, Slow()), old, root, lambda: now)
+    assert NOW < renewed.not_before_ms <= now
+
+
 async def test_a_renewed_identity_that_could_not_be_written_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else the next process found the old one there, after its end."""
     now, fails = NOW, True
 
-    async def renew(connection: Any, held: Identity, root: bytes, now_ms: int, **how: Any) -> Identity:
-        return AUTHORITY.issue_identity(WHO, now_ms)
+    async def renew(
+        connection: Any, held: Identity, root: bytes, clock_ms: Callable[[], int], **how: Any
+    ) -> Identity:
+        return AUTHORITY.issue_identity(WHO, clock_ms())
 
     def store(renewed: Identity, *rest: Any, write: Any = felix.renewal.store_renewed) -> Any:
         if fails:
@@ -139,10 +164,12 @@ async def test_a_client_that_closes_waits_for_a_renewal_that_it_began_and_no_lon
 ) -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def renew(connection: Any, held: Identity, root: bytes, now_ms: int, **how: Any) -> Identity:
+    async def renew(
+        connection: Any, held: Identity, root: bytes, clock_ms: Callable[[], int], **how: Any
+    ) -> Identity:
         asked.set()
         await answer.wait()
-        return AUTHORITY.issue_identity(WHO, now_ms)
+        return AUTHORITY.issue_identity(WHO, clock_ms())
 
     monkeypatch.setattr(felix.renewal, "request_renewal", renew)
     # Whoever waited for more than the renewal would wait for ever.

@@ -91,6 +91,12 @@ def test_no_identity_outlives_the_issuing_certificate() -> None:
     assert caught.value.code is Code.IDENTITY_EXPIRED
 
 
+def test_a_clock_of_long_before_the_authority_is_told() -> None:
+    with pytest.raises(RequestError, match="1970-01-01T00:00:00Z by this machine's clock") as caught:
+        us_east().issue_identity(BROKER, 0)
+    assert caught.value.code is Code.IDENTITY_REFUSED
+
+
 def test_renewing_keeps_the_names_and_changes_the_key() -> None:
     old = us_east().issue_identity(BROKER, NOW, dns_names=["localhost"])
     new = us_east().renew(old, NOW + 5 * DAY)

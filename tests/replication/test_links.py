@@ -228,6 +228,34 @@ def test_a_link_on_which_nothing_is_heard_is_over_on_both_sides_and_comes_back()
     alone(scene)
 
 
+def test_a_broker_that_is_alive_and_has_no_link_is_told_with_since_when_and_why_by_whoever_calls() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x"), End(region, "y")
+        await joined(region, a, b)
+        await region.until(lambda: a.links.peers and b.links.peers)
+        assert not a.links.apart() and not b.links.apart()
+        # By its clock the caller's certificate does not hold yet.
+        b.ahead_ms -= 400 * 86_400_000
+        region.network.part(a.host, b.host)
+        await region.until(lambda: not a.links.peers and not b.links.peers)
+        region.network.heal()
+        await asyncio.sleep(20)
+        ((peer, (ms, why)),) = a.links.apart().items()
+        assert peer == "y" and "is valid only from" in why
+        assert 15_000 < ms < 30_000 and 15_000 < b.links.apart()["x"][0] < 30_000
+        b.ahead_ms = 0
+        await region.until(lambda: a.links.peers and b.links.peers)
+        assert not a.links.apart() and not b.links.apart()
+        # Who is not alive is nobody to have a link with.
+        a.links.know({}, NAMES)
+        await b.links.close()
+        await region.until(lambda: not a.links.peers)
+        assert not a.links.apart()
+        await a.links.close()
+
+    alone(scene)
+
+
 def test_frames_that_wait_are_bounded_and_what_is_short_passes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "BULK_WAITING_BYTES_MAX", 1 << 20)
 
