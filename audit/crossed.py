@@ -7,7 +7,7 @@ time may cross now. `Crossed.before` says which crossed already; `Crossed.take` 
 passed by: WITHHELD with the reason `crossed-before`, which no leaf may give where no resend was asked for (`Crossed.is_resent`).
 
 Invariants: what is held is a bit per offset, in chunks; a chunk of which every offset crossed costs nothing.
-Callers: audit.verify (holds both logs to it), audit.spark.arrived_before (one log to the other), region.ingest (refuses what crossed).
+Callers: audit.verify (holds both logs to it), audit.spark.arrived_before (one log to the other), region.crossing.ingest (refuses what crossed).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ at any place that nobody has cosigned. So a document or receipt under a former k
    In a region's own logs, which it does not cosign, the cosignatures that are asked for stand in for its own, where the copy or the proof's checkpoint is shorter
    than the end; a proof under a larger one carries the path.
 
-Callers: audit.verify, audit.proof, audit.tlog_proof, audit.agreement, audit.spark; region.document_log, for what a region is to sign again. Brokers and agents take nothing by it: they ask for keys of now alone.
+Callers: audit.verify, audit.proof, audit.tlog_proof, audit.agreement, audit.spark; region.evidence.document_log, for what a region is to sign again. Brokers and agents take nothing by it: they ask for keys of now alone.
 """
 
 from __future__ import annotations

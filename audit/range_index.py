@@ -4,7 +4,7 @@ The file `index` grows by the rows of one bundle when the bundle is full, 40 byt
 and last offset u64. The key is BLAKE2b-128 over kind, stream and shard. A bundle without any row's kind has one
 row of zero key, so the last row says how far the index goes. It is rebuilt from the bundles where it is
 missing or torn. Whoever reads a log that another wrote asks no index: what it leaves out would not be found. Callers: audit.tree_disk (writes),
-audit.proof (reads, for region.arrival_index).
+audit.proof (reads, for region.evidence.arrival_index).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ back below what has crossed (`cut_of`).
 
 A signed body (audit.signed_body) of the purpose "stream-statement", with `StreamStatement`'s fields.
 Invariants: `open_statement(sign_statement(s, …), …) == s`; epochs rise, their offsets never fall; a statement is used
-only after `open_statement` returned. Callers: region.export (signs), bridge, region.ingest.
+only after `open_statement` returned. Callers: region.crossing.export (signs), bridge, region.crossing.ingest.
 """
 
 from __future__ import annotations

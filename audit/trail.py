@@ -19,7 +19,7 @@ Invariants:
   It moves no position, and stops neither opening (audit.opening) nor appending.
 
 A log that several brokers have copies of (`copied`) has no write-ahead file: its leaves are committed elsewhere, and the trail's files follow
-(region.audit_log). There
+(region.evidence.audit_log). There
 - an append counts, and is in the tree, once it is committed on the copies: `take` brings what others wrote, `Copies` what is appended here;
 - only who leads the copies signs; its checkpoint is committed on them before anybody is shown it, and the others write the same one (`show`);
 - a cosigned checkpoint that says something new, and no other, is committed with all of its cosignatures that are held, before it is kept; the others take

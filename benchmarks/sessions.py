@@ -24,7 +24,7 @@ from cli.benchmark.measurement import Machine, machine
 from cli.benchmark.processes import Processes, next_message
 from cli.benchmark.roles import bench_client, found_bench_region
 from felix.errors import FelixError
-from region.places import OPERATORS_PART
+from region.streams.places import OPERATORS_PART
 
 AT_ONCE: Final = 16
 """Sessions that are being opened at any moment."""

@@ -39,8 +39,8 @@ from cli.benchmark.roles import (
     subscriber,
 )
 from region.log.shard_settings import PENDING_BYTES_MAX
-from region.publishing import PUBLISH_WINDOW_BYTES
-from region.stream_settings import HOT_BYTES
+from region.session.publishing import PUBLISH_WINDOW_BYTES
+from region.streams.settings import HOT_BYTES
 
 ALONE: Final = "alone"
 STALLED: Final = "beside one that takes nothing"

@@ -106,7 +106,7 @@ def _policy(file: Path) -> WitnessPolicy:
 
 
 def _trusted(bundles: list[Path] | None) -> Trust:
-    from region.trusted_bundles import former_bundles
+    from region.trust.trusted_bundles import former_bundles
 
     if bundles:
         return Trust.of(decode_bundle(read_file(path, "The bundle")).bundle for path in bundles)
@@ -123,7 +123,7 @@ def _trusted(bundles: list[Path] | None) -> Trust:
 def _require_as_brokers(region: str, folder: RegionFolder, held: Mapping[str, RegionBundle]) -> None:
     """Raises RequestError(CONFLICT) where a broker of this region has believed a later bundle of another one than this folder has: people compared it on another machine, or the
     folder is of before. A key that was given up would count on here."""
-    from region.trust_store import believed_bundles
+    from region.trust.trust_store import believed_bundles
 
     try:
         data_folders = folder_of(region)[1].data_folders

@@ -1,4 +1,4 @@
-"""`felix region copy-audit-log`: the audit log on one broker's disk becomes one that several brokers copy (region.copying_audit_log)."""
+"""`felix region copy-audit-log`: the audit log on one broker's disk becomes one that several brokers copy (region.evidence.copying_audit_log)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from region.folder import RegionFolder
 
 if TYPE_CHECKING:
     from region.config import RegionConfig
-    from region.copying_audit_log import Plan
+    from region.evidence.copying_audit_log import Plan
 
 
 def copy_audit_log(
@@ -64,7 +64,7 @@ def copy_audit_log(
 
 async def _is_copied(folder: RegionFolder, config: RegionConfig) -> bool:
     """Whether it was done before, of a region that runs here; what is recorded tells."""
-    from region.copying_audit_log import where
+    from region.evidence.copying_audit_log import where
     from region.startup.store import open_store
 
     async with AsyncExitStack() as stack:
@@ -76,11 +76,11 @@ async def _is_copied(folder: RegionFolder, config: RegionConfig) -> bool:
 async def _copy(folder: RegionFolder, config: RegionConfig, *, dry_run: bool) -> Plan | None:
     """What was planned or done; None where it was done before."""
     from cli.several import ETCD_FOLDER, start_etcd
-    from region.copying_audit_log import copy_audit_log as copy
-    from region.copying_audit_log import where
+    from region.evidence.copying_audit_log import copy_audit_log as copy
+    from region.evidence.copying_audit_log import where
     from region.inventory import STREAMS
     from region.startup.store import open_store
-    from region.trusted_bundles import own_bundle
+    from region.trust.trusted_bundles import own_bundle
 
     async with AsyncExitStack() as stack:
         if (folder.root / ETCD_FOLDER).is_dir():

@@ -43,7 +43,7 @@ def own_bundle(folder: RegionFolder) -> RegionBundle:
 def known_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
     """The region's own bundle and those it trusts, by region. Raises RequestError, which names the file that cannot be read."""
     # Only some commands need it: its imports would cost every other one its start.
-    from region.trusted_bundles import pinned_bundles
+    from region.trust.trusted_bundles import pinned_bundles
 
     own = own_bundle(folder)
     return {own.region: own} | pinned_bundles(folder)

@@ -33,7 +33,7 @@ from region.log.offload import object_url
 from region.log.offloader import check_object, restore_shard
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, decode_segment_header
 from region.log.verify import ShardVerdict, shard_bytes, verify_shard
-from region.sealing import KeyringSeal
+from region.streams.sealing import KeyringSeal
 
 if TYPE_CHECKING:
     from region.config import RegionConfig

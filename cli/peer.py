@@ -11,7 +11,7 @@ from region.folder import RegionFolder
 def addresses_of(folder: RegionFolder, region: str) -> tuple[str, ...]:
     """Where another region is reached: as its profile on this machine says, else as its offer does. Raises
     RequestError(NOT_FOUND) where neither is there, with what is missing."""
-    from region.offers import kept_offer
+    from region.trust.offers import kept_offer
 
     if region in known_regions():
         return load_profile(region).addresses
@@ -35,7 +35,7 @@ def addresses_of(folder: RegionFolder, region: str) -> tuple[str, ...]:
 def entity_of(folder: RegionFolder, region: str) -> str:
     """The legal entity that runs another region, as its offer, or its configuration on this machine, says; else empty."""
     from region.config import load_config
-    from region.offers import kept_offer
+    from region.trust.offers import kept_offer
 
     offer = kept_offer(folder, region)
     if offer is not None and offer.entity:

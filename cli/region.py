@@ -804,7 +804,7 @@ def change_log_keys_(
     from cli.audit import remembered_here
     from cli.stopped_region import StoppedRegion
     from region.copied_log import is_copied
-    from region.log_keys import change_log_keys
+    from region.trust.log_keys import change_log_keys
 
     folder, config = folder_of(region)
     copied = not bridge and is_copied(folder, config)
@@ -900,7 +900,7 @@ def change_witness_key_(region: RegionOption = "") -> None:
     Its brokers take them at their next start, and so do its bridges' agents. The bundle is signed again; other regions accept it only by its fingerprint.
     """
     from audit.trust import RegionTrust
-    from region.witness_key import change_witness_key
+    from region.evidence.witness_key import change_witness_key
 
     folder, config = folder_of(region)
     signed = change_witness_key(folder, config, now_ms())
@@ -980,10 +980,10 @@ def change_signing_keys_(
     fingerprint. Policies, halves of grants, pauses and deny entries that are to stand are signed again; docs/keys.md has the steps.
     """
     from cli.audit import remembered_here
-    from region.bundle_room import logs_without
-    from region.signing_key_leaves import ROLES
-    from region.signing_keys import change_signing_keys
-    from region.signing_keys import raise_ends as raise_
+    from region.trust.bundle_room import logs_without
+    from region.trust.signing_key_leaves import ROLES
+    from region.trust.signing_keys import change_signing_keys
+    from region.trust.signing_keys import raise_ends as raise_
 
     folder, config = folder_of(region)
     notes = [read_file(path, "The checkpoint") for path in checkpoint or []]
@@ -1069,10 +1069,10 @@ async def _note_given_up(folder: RegionFolder, config: RegionConfig, *, may_skip
     """Have the metadata store say which keys were given up. Raises RequestError, UnavailableError."""
     from cli.stopped_region import STORE_S, with_store
     from keys.key_file import load_signing_key
-    from region.key_note_store import note_given_up
     from region.metadata.catalog import Catalog
-    from region.signing_keys import keys_made_instead
-    from region.trusted_bundles import own_bundle
+    from region.trust.key_note_store import note_given_up
+    from region.trust.signing_keys import keys_made_instead
+    from region.trust.trusted_bundles import own_bundle
 
     own, log_key = own_bundle(folder, config), load_signing_key(folder.audit_key)
 

@@ -23,7 +23,7 @@ STORE_S: Final = 20.0
 
 
 class StoppedRegion:
-    """As `region.log_keys.StoppedRegion`, while it is entered. An etcd of the region's own is started once, before the store's client is: a process that has one does not start others well."""
+    """As `region.trust.log_keys.StoppedRegion`, while it is entered. An etcd of the region's own is started once, before the store's client is: a process that has one does not start others well."""
 
     def __init__(self, folder: RegionFolder, config: RegionConfig) -> None:
         self._folder, self._config = folder, config
@@ -44,20 +44,20 @@ class StoppedRegion:
             self._runner.close()
 
     def require_stopped(self) -> None:
-        from region.log_key_store import require_stopped
+        from region.trust.log_key_store import require_stopped
 
         lease = 0 if (cluster := self._config.cluster) is None else cluster.lease
         self._ask(lambda store: require_stopped(store, self._config.region, lease), STORE_S + lease / 1_000)
 
     def successor(self, own: RegionBundle) -> bytes | None:
-        from region.log_key_store import told_successor
         from region.metadata.catalog import Catalog
+        from region.trust.log_key_store import told_successor
 
         return self._ask(lambda store: told_successor(Catalog(store, self._config.region), own))
 
     def tell_ended(self, own: RegionBundle, key: SigningKey, successor: bytes, *, anew: bool) -> None:
-        from region.log_key_store import tell_ended
         from region.metadata.catalog import Catalog
+        from region.trust.log_key_store import tell_ended
 
         self._ask(
             lambda store: tell_ended(

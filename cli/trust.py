@@ -36,7 +36,7 @@ from keys.bundle import (
 from keys.offer import SignedOffer, decode_offer, is_offer
 from keys.pin import UNCOMPARED, SignedPin, continues, decode_pins
 from region.folder import RegionFolder
-from region.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
+from region.trust.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
 
 if TYPE_CHECKING:
     from audit.trust import RegionTrust
@@ -155,7 +155,7 @@ def _believe(
 ) -> None:
     """Store what was compared, and tell the brokers. Raises RequestError, UnavailableError where no broker was told."""
     from region.bootstrap import trust_region
-    from region.trusted_bundles import read_pin
+    from region.trust.trusted_bundles import read_pin
 
     other, own, has_key = received.bundle.bundle, own_bundle(folder), folder.policy_key.exists()
     pin = read_pin(folder, own, other.region)
@@ -227,7 +227,7 @@ def not_told(folder: RegionFolder, region: str, error: FelixError) -> FelixError
 
 def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
     """Hand over what this folder's pins say, where the brokers go by earlier ones, and take theirs where those are later. Raises UnavailableError."""
-    from region.trusted_bundles import former_bundles, keep_pin, signed_pins
+    from region.trust.trusted_bundles import former_bundles, keep_pin, signed_pins
 
     own = own_bundle(folder)
     held = {pin.bundle.region: pin for pin in signed_pins(folder, own)}
@@ -303,7 +303,7 @@ class Trusted(NamedTuple):
 
 def _trusted(folder: RegionFolder, own: RegionBundle) -> list[Trusted]:
     """The regions that this folder trusts, by name. Raises RequestError, which names the file that cannot be read."""
-    from region.trusted_bundles import pinned_bundles, read_pin
+    from region.trust.trusted_bundles import pinned_bundles, read_pin
 
     found = []
     for region, bundle in sorted(pinned_bundles(folder).items()):
@@ -325,7 +325,7 @@ def _ended(keys: FormerKeys) -> str:
 
 def _take_compared(folder: RegionFolder, config: RegionConfig, other: str) -> None:
     """Take what was compared on the machine with the policy key, as far as a broker says it."""
-    from region.trusted_bundles import keep_pin, read_pin
+    from region.trust.trusted_bundles import keep_pin, read_pin
 
     own = own_bundle(folder)
     try:
@@ -533,7 +533,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
     The fingerprint says nothing of bridges' logs. Where one that is trusted has another key now, or a new one the key of somebody else,
     the whole bundle's is compared. `known`: whose keys are known here.
     """
-    from region.trusted_bundles import is_pinned_before, is_withdrawn
+    from region.trust.trusted_bundles import is_pinned_before, is_withdrawn
 
     new = signed.bundle
     held = _held(folder, new.region)

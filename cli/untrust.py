@@ -52,7 +52,7 @@ def untrust(
     It is signed with the policy key, has a leaf in the audit log, and reaches every broker and agent of this region. Until
     its bundle is compared again (`felix region trust`), nothing brings the trust back.
     """
-    from region.trusted_bundles import is_withdrawn
+    from region.trust.trusted_bundles import is_withdrawn
 
     folder, config = folder_of(region)
     _require_known(folder, config, other)
@@ -91,7 +91,7 @@ def untrust(
 
 def _require_known(folder: RegionFolder, config: RegionConfig, other: str) -> None:
     """Raises RequestError where there is nobody to trust no more, or nothing to sign it with."""
-    from region.trusted_bundles import trusted_file
+    from region.trust.trusted_bundles import trusted_file
 
     if other == config.region:
         raise RequestError(f"{other} is this region itself.", hint="Name another one.")

@@ -70,7 +70,7 @@ AnswerT = TypeVar("AnswerT", bound=Message)
 
 
 class Request(Message, Generic[AnswerT], frozen=True):
-    """Base of all requests; `AnswerT` is the message that answers it. Who may ask stands in region/audience.py."""
+    """Base of all requests; `AnswerT` is the message that answers it. Who may ask stands in region/session/audience.py."""
 
 
 class Repeatable(Request[AnswerT], Generic[AnswerT], frozen=True):

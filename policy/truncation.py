@@ -12,7 +12,7 @@ Invariants: what is accepted ends one incarnation and begins one, which nothing 
 own incarnation to the one that lives follows from the signed documents, in whatever order they came, and from what crossed: of several
 words that end one incarnation that one holds under which something crossed, else the one that the source signed first. A word of the
 destination, which could accept a truncation that nobody found, holds only where something crossed under it by an earlier version.
-Callers: policy.grant (collects them), bridge and region.ingest (cross under them), cli.
+Callers: policy.grant (collects them), bridge and region.crossing.ingest (cross under them), cli.
 """
 
 from __future__ import annotations

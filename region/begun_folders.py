@@ -1,6 +1,6 @@
 """Which folders of a region may lie on disks of their own, each with the file that remembers it (felix.storage.begun): whoever begins something there, or moves or signs what is there, asks first. Blocks.
 
-Callers: region.startup, region.copying_audit_log; `felix region to-cluster` and `reconcile`.
+Callers: region.startup, region.evidence.copying_audit_log; `felix region to-cluster` and `reconcile`.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from policy.approval import APPROVER
 from policy.documents import decode_document
-from region.begun_change import changes_bundle, require_none_begun
 from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder
-from region.trusted_bundles import read_pin, trusted_file
+from region.trust.begun_change import changes_bundle, require_none_begun
+from region.trust.trusted_bundles import read_pin, trusted_file
 
 OPERATOR: Final = "operator"
 _COUNTRY: Final = re.compile("[A-Z]{2}")

@@ -29,21 +29,21 @@ from felix.settings import NO_VIEWS, Durability, NamespaceSettings, Offload, Ret
 from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
 from policy.pattern import covers
-from region.budget import Budgets
 from region.clustered import Clustered
 from region.config import RegionConfig
-from region.erasure import Erasure
-from region.hosted_stream import HostedStream
+from region.limits.budget import Budgets
+from region.limits.quota import Account, Quotas
 from region.metadata.catalog import Catalog, StreamsFullError
 from region.metadata.records import StreamConfig, check_stream_config, is_replicated, one_copy_since
 from region.metrics import BrokerMetrics
-from region.offload import check_offload
 from region.own_files import OwnFiles
-from region.places import places_of, refusal
 from region.ports import LiveSession
-from region.quota import Account, Quotas
 from region.scheduler import FairScheduler, Gate
-from region.streams import StreamTable
+from region.streams.erasure import Erasure
+from region.streams.hosted import HostedStream
+from region.streams.offload import check_offload
+from region.streams.places import places_of, refusal
+from region.streams.table import StreamTable
 from region.tracing import AppendTracing
 
 log = logging.getLogger("felix.region")

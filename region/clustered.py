@@ -35,7 +35,6 @@ from felix.messages import (
     WitnessedSize,
 )
 from felix.names import StreamName
-from region.audit_log import AuditLog
 from region.cluster import condition, draining, registration, transactions
 from region.cluster.assignments import Leader
 from region.cluster.election import LogEnd, Unopened
@@ -54,13 +53,14 @@ from region.cluster.problems import (
 )
 from region.cluster.records import ShardId, ShardRecord
 from region.cluster.transactions import Reason, Refusal
-from region.copy_ends import CopyEnds
-from region.copy_troubles import CopyTroubles
+from region.copies.copy_ends import CopyEnds
+from region.copies.copy_troubles import CopyTroubles
+from region.copies.peer_requests import AnswerT, PeerRequest, PeerRequests
+from region.copies.replicas import Replicas
+from region.evidence.audit_log import AuditLog
 from region.log.copies import Copies
 from region.log.epochs import elected_epoch
 from region.metadata.records import AUDIT_STREAM, Stream, is_replicated, one_copy_since
-from region.peer_requests import AnswerT, PeerRequest, PeerRequests
-from region.replicas import Replicas
 from region.replication.leader import DETACHED_MS
 
 log = logging.getLogger("felix.region.cluster")
@@ -178,7 +178,7 @@ class Clustered:
         )
 
     def keeps(self, record: Stream) -> bool:
-        """Whether this broker opens a stream's logs as copies only (region.replicas)."""
+        """Whether this broker opens a stream's logs as copies only (region.copies.replicas)."""
         return is_replicated(record.config) if self.replicas is None else self.replicas.keeps(record)
 
     def copies(self, record: Stream, number: int) -> Copies | None:

@@ -178,7 +178,7 @@ class LimitsConfig(Part, frozen=True):
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Bytes of each of the broker's budgets, by its name (region.budget)."""
+        """Bytes of each of the broker's budgets, by its name (region.limits.budget)."""
         return {
             name.removesuffix("_budget"): int(getattr(self, name))
             for name in self.__struct_fields__

@@ -2,7 +2,7 @@
 
 A checkpoint that anybody was shown stands in the folder of a broker (`audit.checkpoint_disk`): so the largest of all copies' checkpoints is no smaller than any that was shown. Nothing is
 believed of a copy but what the leaves here confirm: the one that goes furthest is read from its first leaf, and each other checkpoint, and whatever else is known of the log, is of the same
-tree. So no key ends behind leaves that nobody has, and of two histories none is chosen. Caller: region.log_keys.
+tree. So no key ends behind leaves that nobody has, and of two histories none is chosen. Caller: region.trust.log_keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
 
 
 def is_copied(folder: RegionFolder, config: RegionConfig) -> bool:
-    """Whether brokers have copies of the log: by those that lie here. Where several brokers have none here, they may have; the metadata store says (region.log_key_store)."""
+    """Whether brokers have copies of the log: by those that lie here. Where several brokers have none here, they may have; the metadata store says (region.trust.log_key_store)."""
     here = [path for data in config.data_folders if (path := folder.root / data / AUDIT).is_dir()]
     return any(Folder(path).read(COPIED_PATH) is not None for path in here) or (
         not here and config.cluster is not None

@@ -24,13 +24,13 @@ from felix.ranges import RangeSet
 from felix.session import CreditLine
 from policy.access import Verb, not_found_or_forbidden
 from region.broker import READ_BYTES_MAX, Broker
-from region.export import SealedReader
-from region.hosted_stream import HostedStream
+from region.crossing.export import SealedReader
+from region.limits.quota import Meter, Throttle
 from region.log.ring import Entry
 from region.log.shard import ShardLog
 from region.ports import DeliverySink
-from region.quota import Meter, Throttle
 from region.scheduler import TURN_BYTES
+from region.streams.hosted import HostedStream
 
 log = logging.getLogger("felix.region.delivery")
 

@@ -30,8 +30,8 @@ from felix.messages import Message, Request, decode_request, encode_error, encod
 from felix.names import SpiffeId
 from felix.tasks import TaskSet
 from region.broker import Broker
+from region.limits.quota import Meter
 from region.ports import Exchanging, Role
-from region.quota import Meter
 
 log = logging.getLogger("felix.region.exchange")
 

@@ -50,7 +50,7 @@ class RegionFolder:
 
     @property
     def lost_bundle(self) -> Path:
-        """Names the keys that were made instead of lost ones, whose bundle is lost with them (region.signing_keys)."""
+        """Names the keys that were made instead of lost ones, whose bundle is lost with them (region.trust.signing_keys)."""
         return self.root / "lost-bundle"
 
     @property

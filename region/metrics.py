@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from felix.errors import FelixError
 from felix.frames import GapReason
 from felix.quota import RATES
-from region.quota import Quotas
+from region.limits.quota import Quotas
 
 TENANTS_MAX: Final = 100
 """Tenants that metrics name; the rest are summed up as `other`, so that names which clients choose make no end of series."""

@@ -27,12 +27,12 @@ from felix.transport.driver import check_address
 from felix.transport.port import Listener, engine_named
 from region.broker_certificate import server_names
 from region.config import RegionConfig
+from region.copies.replicas import Replicas
 from region.folder import RegionFolder
 from region.gauges import BrokerGauges
 from region.metrics import BrokerCollector
-from region.replicas import Replicas
 from region.replication.links import PEER_ALPN
-from region.session import ClientSession
+from region.session.client_session import ClientSession
 from region.startup.broker import Parts, open_broker
 from region.startup.ground import THIS_MACHINE, Machine
 

@@ -13,7 +13,7 @@ from felix.runtime.port import Clock
 from felix.told import Told
 from keys.reopening import KeyFile, KeyFileReopening
 from region.metadata.port import MetadataStore
-from region.trust_store import Memory
+from region.trust.trust_store import Memory
 
 log = logging.getLogger("felix.region.own_files")
 

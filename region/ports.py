@@ -14,7 +14,7 @@ from felix.messages import Answer, Goodbye, ReaderTraffic
 from felix.names import SpiffeId
 from felix.peer import Peer
 from felix.session import CreditWindow
-from region.quota import Account, Meter, Throttle
+from region.limits.quota import Account, Meter, Throttle
 
 
 class LiveSession(Protocol):

@@ -1,4 +1,4 @@
-"""The brokers of a region tell each other once a second what is used of limits there (region.quota_shares).
+"""The brokers of a region tell each other once a second what is used of limits there (region.limits.quota_shares).
 
 Bounds: one question of each peer is under way; ACCOUNTS_TOLD_MAX accounts are told of. Where nobody has a limit nothing is told. Nobody waits for
 it: what a peer told last counts, and one that is silent has its even share. Callers: startup, node. On the event loop.
@@ -16,8 +16,8 @@ import msgspec
 from felix.errors import FelixError
 from felix.tasks import end_tasks
 from region.broker import Broker
-from region.peer_requests import PeerRequest, PeerRequests
-from region.quota_shares import ACCOUNTS_TOLD_MAX, Region, Use
+from region.copies.peer_requests import PeerRequest, PeerRequests
+from region.limits.quota_shares import ACCOUNTS_TOLD_MAX, Region, Use
 
 log = logging.getLogger("felix.region.quota")
 

@@ -19,7 +19,7 @@ from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ELECTION_CHARS
 from region.cluster.registry import EXPIRY_SLACK_MS
 from region.cluster.transactions import Reason, Refusal, Transaction, batches
-from region.document_log import LASTING
+from region.evidence.document_log import LASTING
 from region.metadata.catalog import Catalog
 from region.metadata.port import MetadataStore
 from region.reconciliation import FolderReport, Plan

@@ -8,7 +8,7 @@ from audit_log import log_signer
 
 from audit.trail import Trail
 from felix.storage.memory import MemoryDisk
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 
 LOG = Path("/data/audit")
 

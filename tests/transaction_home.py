@@ -18,15 +18,15 @@ from felix.storage.port import Files
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from felix.transport.port import TransportLimits
 from region.broker import Broker
-from region.budget import Budgets
 from region.config import LimitsConfig, RegionConfig
+from region.limits.budget import Budgets
 from region.log.directory import LogDirectory
 from region.log.ring import Entry
 from region.log.shard import ShardLog
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.records import StreamConfig
-from region.streams import StreamTable
+from region.streams.table import StreamTable
 from region.transactions.coordinator import Coordinator
 
 OWNER = SpiffeId("us-east", "acme", "operator", "operator")

@@ -44,10 +44,10 @@ from region.cache.shard import CacheShard
 from region.cache.state import Entry, Waiter
 from region.exchange import Exchange
 from region.gather import Gather
-from region.hosted_stream import ELSEWHERE_RETRY_MS, HostedStream, not_serving
+from region.limits.quota import Meter
 from region.log.shard import ShardLog
 from region.ports import Exchanging, Role
-from region.quota import Meter
+from region.streams.hosted import ELSEWHERE_RETRY_MS, HostedStream, not_serving
 
 log = logging.getLogger("felix.region.cache")
 
@@ -103,7 +103,7 @@ class Cache:
                 )
 
     def prepare(self, views: Views) -> None:
-        """region.hosted_stream.Altering: nothing that is written or accepted from here on contradicts these. Raises as CacheShard.prepare."""
+        """region.streams.hosted.Altering: nothing that is written or accepted from here on contradicts these. Raises as CacheShard.prepare."""
         if views.cache is not None and views.cache != self.settings:
             for shard in self.serving:
                 shard.prepare(views.cache)

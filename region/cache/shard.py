@@ -28,13 +28,13 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES
 from felix.names import StreamName
 from felix.settings import CacheSettings
-from region.budget import Budget
 from region.cache.records import RECORD_BYTES, Change, decode_changes, encode_changes
 from region.cache.state import CacheState, Staged, Waiter
-from region.hosted_stream import not_serving
+from region.limits.budget import Budget
 from region.log.ring import Entry as LogEntry
 from region.log.shard import Appended, ShardLog, State
 from region.metadata.records import FormerTtl
+from region.streams.hosted import not_serving
 from region.views.due import DueTimer
 
 log = logging.getLogger("felix.region.cache")

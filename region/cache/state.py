@@ -22,9 +22,9 @@ from typing import Any, Final, NamedTuple
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.settings import CacheSettings
-from region.budget import Budget
 from region.cache.keys import KeyIndex
 from region.cache.records import RECORD_BYTES, Change, Reason
+from region.limits.budget import Budget
 
 ENTRY_BYTES: Final = 400
 """Memory of an entry in addition to its key and value: two bytes objects, a tuple with two numbers, an ordered dict's node,

@@ -31,8 +31,8 @@ from region.cache.records import RECORD_BYTES, Change
 from region.cache.service import Cache, CacheService
 from region.cache.shard import ENCODED_MAX, CacheShard, Decoded
 from region.exchange import Exchange
+from region.limits.quota import Meter
 from region.ports import Exchanging, Role
-from region.quota import Meter
 
 log = logging.getLogger("felix.region.cache")
 

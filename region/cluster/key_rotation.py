@@ -12,7 +12,7 @@ The root key, each step by compare-and-swap, and resumed by the next call after 
 
 Destroying keys: a stream's goes in the transaction that deletes the stream, which leaves a record in `keys/destroyed`; retired roots go in the transaction
 that takes them out of `keys/roots`. Each broker destroys what it has of them, and says up to which of these records it has, also after it was down, and
-which roots among them it keeps because they are in use: such a record holds up no other. Whoever has the audit log then writes the leaf (region.erasure).
+which roots among them it keeps because they are in use: such a record holds up no other. Whoever has the audit log then writes the leaf (region.streams.erasure).
 
 No plain key, and no root, ever goes through the store. One event loop.
 """

@@ -1,8 +1,8 @@
 """Leaves of the region's changed policy and receipt keys, and of the log's own, where the command could write none: in a log of which several brokers have copies. And who hears of them: a broker by
-its copy of the log, and one that has none, or is behind, by the note in the metadata store (region.signing_key_note), which the broker that writes the log keeps there. So
+its copy of the log, and one that has none, or is behind, by the note in the metadata store (region.trust.signing_key_note), which the broker that writes the log keeps there. So
 does one with the keys of now that does not write it, until a note says which keys were given up. On the event loop.
 
-A broker with the folder of before a change of the log's own keys hears of it by that leaf, as soon as it reads it, and by a word in the store before it signs (region.changed_log_key).
+A broker with the folder of before a change of the log's own keys hears of it by that leaf, as soon as it reads it, and by a word in the store before it signs (region.trust.changed_log_key).
 
 Invariant: who has no key of the log cannot stop a broker that has the region's keys of now: a note in the store that does not hold, or is of before, is passed over.
 """
@@ -21,15 +21,15 @@ from felix.tasks import end_tasks
 from keys.bundle import RegionBundle
 from keys.signing import SigningKey
 from region.broker import Broker
-from region.changed_log_key import STALE_HINT as STALE_LOG_KEY_HINT
-from region.changed_log_key import LogKeyLeaf, stale_log_key, unsaid_log_key
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 from region.governance.pin_leaves import AGAIN_S, until_taken
-from region.log_key_store import require_log_key_of_now
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.metadata.transaction import Entry
-from region.signing_key_leaves import (
+from region.trust.changed_log_key import STALE_HINT as STALE_LOG_KEY_HINT
+from region.trust.changed_log_key import LogKeyLeaf, stale_log_key, unsaid_log_key
+from region.trust.log_key_store import require_log_key_of_now
+from region.trust.signing_key_leaves import (
     NEVER_CHANGED,
     NOTE_HINT,
     STALE_HINT,
@@ -43,13 +43,13 @@ from region.signing_key_leaves import (
     take,
     unlogged,
 )
-from region.signing_key_note import SigningKeyNote, decode_note
+from region.trust.signing_key_note import SigningKeyNote, decode_note
 
 log = logging.getLogger("felix.region.governance")
 
 
 class ChangedKeys:
-    """One per broker. `log_key`: signs the region's log. `writes_here`: whether that is this broker's to write. `instead`: as `region.signing_key_leaves.stale_key`."""
+    """One per broker. `log_key`: signs the region's log. `writes_here`: whether that is this broker's to write. `instead`: as `region.trust.signing_key_leaves.stale_key`."""
 
     def __init__(
         self,

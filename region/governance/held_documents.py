@@ -15,7 +15,7 @@ from felix.errors import FelixError
 from policy.approval import Approval, Document, open_approval, refuse_late
 from policy.grant import DenyEntry, ExportGrant, Standing, agree, open_export, open_import
 from policy.signed import Purpose, SignedDocument, decode_body, verify
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 from region.governance.lasting import LastingDocuments
 from region.governance.parties import (
     ends_of,
@@ -26,10 +26,10 @@ from region.governance.parties import (
     require_say,
 )
 from region.governance.trusted_regions import TrustedRegions
-from region.held_document import HeldDocument, digest_of, document_id, require_signer
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
+from region.trust.held_document import HeldDocument, digest_of, document_id, require_signer
 
 log = logging.getLogger("felix.region.governance")
 

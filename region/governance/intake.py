@@ -44,8 +44,8 @@ from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.signed_again import accepted_by
 from policy.truncation import Truncation
 from region.broker import Broker
-from region.denials import DENIED_PEERS_MAX
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
+from region.governance.denials import DENIED_PEERS_MAX
 from region.governance.held_documents import PEER_BYTES_MAX, PEER_DOCUMENTS_MAX, STORED
 from region.governance.judgement import MIRROR_TIMEOUT_S, Judgement
 from region.governance.leaves import DRAIN_MS
@@ -59,12 +59,12 @@ from region.governance.parties import (
     require_say,
     require_source,
 )
-from region.held_document import digest_of, document_id, require_signer
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
-from region.trusted_bundles import number_of, put_pin
+from region.trust.held_document import digest_of, document_id, require_signer
+from region.trust.trusted_bundles import number_of, put_pin
 
 SIGNED_AGAIN_MAX: Final = 8
 """How often another region may sign one half again, as it does after a new policy; each time is a leaf, and may be a file, for ever."""

@@ -18,19 +18,19 @@ from policy.grant import DOCUMENTS_MAX, GrantBook
 from policy.residency import ResidencyPolicy
 from policy.signed import SignedDocument
 from region.broker import Broker
-from region.document_log import DocumentLog
-from region.document_watch import DocumentWatch
+from region.evidence.document_log import DocumentLog
 from region.governance.book import MadeBook, make_book
 from region.governance.changed_keys import ChangedKeys
+from region.governance.document_watch import DocumentWatch
 from region.governance.held_documents import HeldDocuments
 from region.governance.leaves import DocumentLeaves, Drain, Neighbours
 from region.governance.pin_leaves import PinLeaves
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.trusted_regions import TrustedRegions
-from region.held_document import digest_of
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
-from region.trust_store import forbids
+from region.trust.held_document import digest_of
+from region.trust.trust_store import forbids
 
 log = logging.getLogger("felix.region.governance")
 

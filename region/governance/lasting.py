@@ -4,7 +4,7 @@ Invariants: what was once accepted (this broker kept it, or it has its leaf in t
 region has now, and where it is not trusted any more: its signature was verified when it was accepted, and whoever administers the store
 writes neither into the log nor into this broker's folder. But a leaf behind the end of a key that this region itself gave up shows no word of it: a broker that had not
 heard of the change wrote it. What forbids under a key that its region gave up is lifted by no word under such
-a key, and by one under a key of now where it came later (region.trust_store.Newest).
+a key, and by one under a key of now where it came later (region.trust.trust_store.Newest).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hashlib import sha256
 from felix.errors import FelixError
 from policy.approval import Document
 from policy.signed import Purpose, SignedDocument, Trusted
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 from region.governance.own_words import OwnWords
-from region.held_document import HeldDocument, digest_of
-from region.trust_store import Memory, Newest, Remembered, forbids, place_of, same_place
+from region.trust.held_document import HeldDocument, digest_of
+from region.trust.trust_store import Memory, Newest, Remembered, forbids, place_of, same_place
 
 log = logging.getLogger("felix.region.governance")
 

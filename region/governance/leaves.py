@@ -28,10 +28,10 @@ from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantBook, GrantErr
 from policy.signed import Purpose, SignatureError, SignedDocument, decode_body
 from policy.terms import GrantTerms
 from region.broker import Broker
-from region.document_log import KNOWN_MS_MAX, DocumentLog
+from region.evidence.document_log import KNOWN_MS_MAX, DocumentLog
 from region.governance.policy_in_force import PolicyInForce
-from region.held_document import digest_of, grant_of, is_revocation
-from region.trust_store import forbids
+from region.trust.held_document import digest_of, grant_of, is_revocation
+from region.trust.trust_store import forbids
 
 log = logging.getLogger("felix.region.governance")
 
@@ -53,7 +53,7 @@ Drain = Callable[[Callable[[str], bool], Callable[[StreamName], bool]], Awaitabl
 
 
 class Neighbours(Protocol):
-    """The region's other brokers, as far as leaves of documents concern them (region.home_leaves)."""
+    """The region's other brokers, as far as leaves of documents concern them (region.evidence.home_leaves)."""
 
     @property
     def writes_here(self) -> bool:

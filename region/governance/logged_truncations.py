@@ -18,7 +18,7 @@ from keys.bundle import RegionBundle
 from policy.grant import Standing, open_export
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.truncation import Truncation
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 
 log = logging.getLogger("felix.region.governance")
 

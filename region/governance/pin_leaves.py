@@ -2,7 +2,7 @@
 
 What counts does not wait for its leaf. The broker that writes the region's audit log gives each pin that it goes by one leaf, of the kind KEY: once,
 over restarts too. A store and copies of before the comparison, put back beside a log that goes on, so make no broker believe what was believed
-then (region.document_log). On the event loop.
+then (region.evidence.document_log). On the event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from felix.names import SpiffeId
 from felix.tasks import end_tasks
 from keys.pin import SignedPin
 from region.broker import Broker
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 
 log = logging.getLogger("felix.region.governance")
 

@@ -1,6 +1,6 @@
 """The residency policy that a region judges by.
 
-Invariants: the policy in force has its leaf in the audit log; only its successor replaces it, also over a restart (region.trust_store).
+Invariants: the policy in force has its leaf in the audit log; only its successor replaces it, also over a restart (region.trust.trust_store).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from felix.errors import FelixError
 from keys.bundle import RegionBundle
 from policy.residency import ResidencyPolicy, check_successor, open_policy
 from policy.signed import SignedDocument
-from region.document_log import DocumentLog
-from region.held_document import digest_of
+from region.evidence.document_log import DocumentLog
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import Policy
-from region.trust_store import Memory
+from region.trust.held_document import digest_of
+from region.trust.trust_store import Memory
 
 log = logging.getLogger("felix.region.governance")
 

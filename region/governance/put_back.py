@@ -20,13 +20,13 @@ from felix.errors import Code, FelixError
 from felix.runtime.port import Clock
 from felix.tasks import end_tasks
 from policy.signed import SignedDocument
-from region.document_watch import DocumentWatch
+from region.governance.document_watch import DocumentWatch
 from region.governance.held_documents import STORED, HeldDocuments
 from region.governance.trusted_regions import TrustedRegions
-from region.held_document import grant_of
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
-from region.trust_store import NEWEST_MAX
+from region.trust.held_document import grant_of
+from region.trust.trust_store import NEWEST_MAX
 
 log = logging.getLogger("felix.region.governance")
 

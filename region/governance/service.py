@@ -6,7 +6,7 @@ broker's mirror takes them: `judgement` reads `trusted_regions`, `policy_in_forc
 written for what the audit log lacks, and rebuilds the `book` of grants.
 
 Invariants: nothing is believed because it stands in the store: the book verifies each document again, and another region's bundle counts once
-this one's operator compared it; what a broker once knew of cannot be taken back there, also by way of its restart (region.trust_store): a revocation
+this one's operator compared it; what a broker once knew of cannot be taken back there, also by way of its restart (region.trust.trust_store): a revocation
 stays, a policy gives way only to a newer one, and a region's bundle only to its own successor or a later pin; what cannot be read allows nothing; a refusal
 that concerns residency is handed to the audit log as a DENY leaf before it is answered; without an audit log that can
 be written, nothing is let in or out.
@@ -36,12 +36,15 @@ from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
 from policy.residency import ResidencyPolicy
 from policy.signed import SignedDocument
 from policy.terms import GrantTerms
-from region.arrival_index import ArrivalIndex
-from region.audit_port import ArrivalLog, AuditPort
 from region.broker import Broker
-from region.denials import Denials
-from region.document_log import DocumentLog
-from region.document_watch import DocumentWatch
+from region.evidence.arrival_index import ArrivalIndex
+from region.evidence.audit_port import ArrivalLog, AuditPort
+from region.evidence.document_log import DocumentLog
+from region.evidence.stray_documents import StrayDocuments
+from region.evidence.witness_key import unnamed
+from region.evidence.witnessing import Witnessing
+from region.governance.denials import Denials
+from region.governance.document_watch import DocumentWatch
 from region.governance.held_documents import STORED, HeldDocuments
 from region.governance.intake import DocumentIntake
 from region.governance.judgement import Judgement
@@ -52,15 +55,12 @@ from region.governance.own_words import OwnWords
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.put_back import PutBack
 from region.governance.trusted_regions import TrustedRegions
-from region.held_document import document_id
 from region.key_service import KeyService
 from region.listing import fitting
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
-from region.stray_documents import StrayDocuments
-from region.trust_store import Memory, Remembered, described
-from region.witness_key import unnamed
-from region.witnessing import Witnessing
+from region.trust.held_document import document_id
+from region.trust.trust_store import Memory, Remembered, described
 
 SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""

@@ -11,7 +11,7 @@ A pin may say that a region is trusted no more (`withdrawn`): then its bundle st
 and nothing that it signs allows anything, until a later pin is compared.
 
 Invariants: a bundle gives way only to a later pin, to one that an operator put into the folder of a region without a signed pin, or to its own successor
-(keys.bundle.check_update); no pin gives way to an earlier one, also over a restart (region.trust_store), save that one under a policy
+(keys.bundle.check_update); no pin gives way to an earlier one, also over a restart (region.trust.trust_store), save that one under a policy
 key which this region gave up gives way to any that was compared under a key of now; of two pins of one number with bundles of which none follows the
 other the one holds that stands first in the region's audit log, which nobody can put back, and without the log that which was believed first; the region's own bundle is never read from the store.
 """
@@ -39,7 +39,7 @@ from keys.bundle import (
 )
 from keys.pin import UNCOMPARED, SignedPin, decode_pin
 from region.metadata.mirror import CatalogMirror
-from region.trust_store import Memory
+from region.trust.trust_store import Memory
 
 log = logging.getLogger("felix.region.governance")
 

@@ -2,7 +2,7 @@
 
 The transaction that has a shard led from such a copy writes a statement beside its record (region.cluster.transactions). The broker that writes the region's audit
 log gives each statement that it finds one leaf, and takes it out of the store once that is durable: once, over restarts and over changes of who writes the log, by the
-statement's hash (region.document_log). Also of a stream that was deleted meanwhile. On the event loop.
+statement's hash (region.evidence.document_log). Also of a stream that was deleted meanwhile. On the event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from felix.names import SpiffeId
 from felix.tasks import end_tasks
 from region.cluster.mirror import ClusterMirror
 from region.cluster.transactions import Transaction, unchanged
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 from region.governance.pin_leaves import log_document
 from region.metadata.transaction import Change, Delete, Snapshot
 

@@ -1,7 +1,7 @@
 """Notes that are on the disk before the batches that they stand for: what a crash leaves open is done from them.
 
 A note is bytes that the log does not look into. Who appends a batch with a note has something to do once the batch is
-durable (region.arrivals writes its audit leaves), and releases the note when that is done. After a crash `read` gives every
+durable (region.crossing.arrivals writes its audit leaves), and releases the note when that is done. After a crash `read` gives every
 note that was not released: for each of them the batch may be in the log, or not.
 
 Two files in the shard's folder, `ahead-0` and `ahead-1`: one is written until it is full, then the other, once all of its

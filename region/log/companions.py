@@ -12,7 +12,7 @@ from typing import Final
 RECORDS: Final = 0
 """What a shard's record log is known by within its shard."""
 AUDIT_CHECKPOINTS: Final = 17
-"""Beside the leaves of a region's audit log: its checkpoints (region.audit_log)."""
+"""Beside the leaves of a region's audit log: its checkpoints (region.evidence.audit_log)."""
 _SHARD_BITS: Final = 16
 
 

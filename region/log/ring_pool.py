@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Budget(Protocol):
-    """Bytes of one purpose (region.budget)."""
+    """Bytes of one purpose (region.limits.budget)."""
 
     limit_bytes: int
     used_bytes: int

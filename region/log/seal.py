@@ -1,4 +1,4 @@
-"""What seals a log's batches at rest: a port, which region.sealing implements."""
+"""What seals a log's batches at rest: a port, which region.streams.sealing implements."""
 
 from __future__ import annotations
 

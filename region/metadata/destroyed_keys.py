@@ -1,7 +1,7 @@
 """The keys that a region destroyed, as its metadata store has them: `keys/destroyed/<key id>`, one record for each, for ever.
 
 A record is written before its key is destroyed, or in the transaction that destroys it, so that no destruction is without its leaf for good
-(region.erasure). Invariants: what is held here is the newest that was seen of each key; it has no text but names, as it goes into the audit log.
+(region.streams.erasure). Invariants: what is held here is the newest that was seen of each key; it has no text but names, as it goes into the audit log.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class CatalogMirror:
 
     @property
     def signing_keys(self) -> Entry | None:
-        """What the region's audit log says of its policy and receipt keys, as somebody wrote it here: a signed note (region.signing_key_note)."""
+        """What the region's audit log says of its policy and receipt keys, as somebody wrote it here: a signed note (region.trust.signing_key_note)."""
         return self._raw.get(self._keys.signing_keys())
 
     @property

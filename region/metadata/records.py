@@ -431,7 +431,7 @@ class Keys:
         return f"{self.prefix}signing_keys/of_log"
 
     def log_keys(self) -> str:
-        """Of the words that keys of the region's own audit log have ended, each signed with the key that did (region.changed_log_key)."""
+        """Of the words that keys of the region's own audit log have ended, each signed with the key that did (region.trust.changed_log_key)."""
         return f"{self.prefix}log_keys/ended"
 
     def stream_key(self, incarnation: str) -> str:

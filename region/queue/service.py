@@ -26,10 +26,10 @@ from felix.settings import Views
 from policy.access import Verb
 from region.broker import Broker
 from region.gather import Done, Gather, awaited
-from region.hosted_stream import ELSEWHERE_RETRY_MS, HostedStream
 from region.log.companions import JournalKind
 from region.queue.shard import Leased, QueueShard, forget_reserved
 from region.queue.state import Phase, Run
+from region.streams.hosted import ELSEWHERE_RETRY_MS, HostedStream
 from region.views.actor import JOURNAL_LOOK_MS
 from region.views.dead_letter import dead_letter_name
 from region.views.history import known_end, told
@@ -138,7 +138,7 @@ class Queue:
                 await shard.close()
 
     def prepare(self, views: Views) -> None:
-        """region.hosted_stream.Altering: whatever a queue's settings may be counts from one decision to the next."""
+        """region.streams.hosted.Altering: whatever a queue's settings may be counts from one decision to the next."""
 
     def altered(self) -> None:
         """New settings count for what is leased and given back from now on."""

@@ -33,7 +33,6 @@ from felix.queue_messages import LEASE_BYTES_MAX, Job
 from felix.settings import DURATION_MS_MAX, QueueSettings
 from region.broker import Broker
 from region.gather import Done, ignore
-from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.log.epochs import EVERYTHING
 from region.log.errors import OffsetOutOfRangeError
@@ -54,6 +53,7 @@ from region.queue.state import (
     clipped,
     preface,
 )
+from region.streams.hosted import HostedStream
 from region.views.actor import ViewActor
 from region.views.dead_letter import (
     DEAD_SHARD,

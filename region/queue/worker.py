@@ -47,13 +47,13 @@ from felix.settings import VISIBILITY_MS_MIN, QueueSettings, Views
 from policy.access import Verb, not_found_or_forbidden
 from region.exchange import Exchange
 from region.gather import Done, Gather, ignore
-from region.hosted_stream import ELSEWHERE_RETRY_MS
+from region.limits.quota import Meter
 from region.log.shard import Appended
 from region.ports import Exchanging
 from region.queue.service import SHARE_RECORDS_MAX, Queue, QueueService, runs_by_shard
 from region.queue.shard import JOB_ROOM_BYTES, Leased, QueueShard
 from region.queue.state import VISIBILITY_MS_MAX, Phase, Run, Tracked, runs_of, triples
-from region.quota import Meter
+from region.streams.hosted import ELSEWHERE_RETRY_MS
 
 HELD_LOOK_S: Final = 0.5
 """How soon a worker that holds as many leases as its quota says is looked at again."""

@@ -108,7 +108,7 @@ CUT_OFF_MS: Final = 5_000
 waits for it may find another leader elsewhere. Longer than a slow copy may take, and than a link takes to come back."""
 HAND_OVER_MS: Final = 1_000
 """Of what it answered early a leader that gives up waits so long for the slowest copy in sync; then one that has it leads, without those that have
-not. Some syncs and round trips, and less than a stop in order waits in all (region.replicas.GIVE_UP_S)."""
+not. Some syncs and round trips, and less than a stop in order waits in all (region.copies.replicas.GIVE_UP_S)."""
 IN_FLIGHT_GROUPS_MAX: Final = 32
 """Groups of frames sent to a follower and not acknowledged: some syncs' worth. Behind that it reads from the leader's log."""
 IN_FLIGHT_BYTES_MAX: Final = 8 << 20

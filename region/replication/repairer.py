@@ -91,7 +91,7 @@ class Fetched(NamedTuple):
 
 
 class Source(Protocol):
-    """How another broker is asked for frames of its copy (region.copied_frames)."""
+    """How another broker is asked for frames of its copy (region.copies.copied_frames)."""
 
     async def fetch(self, peer: str, wanted: Wanted) -> Fetched:
         """Committed frames, about FETCH_BYTES. Raises what the other refuses it with:

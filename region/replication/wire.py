@@ -24,7 +24,7 @@ then, by kind::
     PIECE    the same, then bytes of the segment's file from there to the end
 
 A point is u64 offset and u32 note. HELLO and BEAT are about the link: MessagePack of the structs below. ASK and ANSWER are about the region
-as a whole: number u64, then what region.peer_requests says.
+as a whole: number u64, then what region.copies.peer_requests says.
 
 Invariants: a length is checked against its kind's limit before the body is kept; what is decoded is within the limits that its sender has;
 the frames of an APPEND follow each other from its `prev`. Whether a batch's body holds is looked at where it is written.
@@ -76,7 +76,7 @@ ORIGIN_PRODUCERS_BYTES_MAX: Final = 3 << 20
 """Of that: one batch of each producer that a log may know, and all that is remembered of the hundreds that were used last."""
 assert SNAPSHOT_BYTES_LEAST < ORIGIN_PRODUCERS_BYTES_MAX < ORIGIN_BYTES_MAX
 ASK_BYTES_MAX: Final = 12 << 20
-"""One request, or its answer: leaves of a group (region.remote_audit) and, since a group has one range at least, those of the largest envelope."""
+"""One request, or its answer: leaves of a group (region.evidence.remote_audit) and, since a group has one range at least, those of the largest envelope."""
 PIECE_BYTES_MAX: Final = 1 << 20
 """Of a segment's file at once: frames of other logs go between two of them."""
 _HELLO_BYTES_MAX: Final = 4_096
@@ -392,7 +392,7 @@ def _entry_pieces(pieces: list[Buffer], entry: LogFrame, place: Place = Place.UN
 
 
 def encode_entries(entries: Sequence[LogFrame]) -> bytes:
-    """Entries of a log as they stand in an APPEND, for what is asked and answered about no leader (region.copied_frames)."""
+    """Entries of a log as they stand in an APPEND, for what is asked and answered about no leader (region.copies.copied_frames)."""
     pieces: list[Buffer] = []
     for entry in entries:
         _entry_pieces(pieces, entry)

@@ -21,25 +21,25 @@ from region.cluster.key_rotation import KeyRotation
 from region.cluster.member import Catalogued
 from region.clustered import Clustered
 from region.config import RegionConfig
-from region.erasure import Erasure
+from region.copies.peers import Peers
+from region.crossing.landings import Landings
 from region.folder import RegionFolder
 from region.key_service import Rotation
-from region.landings import Landings
 from region.log.directory import LogDirectory
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import Stream
 from region.metadata.registration import Registration
-from region.peers import Peers
 from region.queue.service import QueueService
-from region.session import Services
+from region.session.client_session import Services
 from region.startup.evidence import Evidence, open_audit_log
 from region.startup.governing import Governing, begin_judging, copy_audit_log, open_governance
 from region.startup.ground import Ground, Machine, open_ground
 from region.startup.metadata import Metadata, open_metadata, why_not
 from region.startup.serving import Serving, open_serving
 from region.startup.views import open_views
-from region.stream_follower import StreamFollower
-from region.streams import StreamTable
+from region.streams.erasure import Erasure
+from region.streams.follower import StreamFollower
+from region.streams.table import StreamTable
 from region.subscriptions.service import SubscriptionService
 from region.transactions.coordinator import Coordinator
 from region.views.together import places_together

@@ -14,12 +14,12 @@ from region.begun_folders import begun_log
 from region.cluster.audit_home import Before
 from region.clustered import Clustered
 from region.copied_log import AUDIT, NO_AUDIT
-from region.evidence import open_evidence
+from region.evidence.opening import open_evidence
+from region.evidence.witness_memory import WitnessMemory
 from region.metadata.records import Stream
 from region.startup.ground import Ground
 from region.startup.metadata import Metadata, why_not
-from region.trusted_bundles import trusted_files
-from region.witness_memory import WitnessMemory
+from region.trust.trusted_bundles import trusted_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Evidence:
 
 
 async def open_audit_log(ground: Ground, metadata: Metadata) -> Evidence:
-    """Open the log, and remember the disks that had what is theirs. Raises as `region.evidence.open_evidence`, and where the log's disk is not mounted."""
+    """Open the log, and remember the disks that had what is theirs. Raises as `region.evidence.opening.open_evidence`, and where the log's disk is not mounted."""
     folder, config, runtime, machine, stack = (
         ground.folder, ground.config, ground.runtime, ground.machine, ground.stack,
     )  # fmt: skip

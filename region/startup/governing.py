@@ -10,42 +10,42 @@ from functools import partial
 from felix.names import SpiffeId, StreamName
 from keys.key_file import load_key_pair, load_signing_key
 from keys.pin import decode_logged
-from region.arrival_index import ArrivalIndex
-from region.audit_log import AuditLog
-from region.audit_port import ArrivalLog, AuditPort
-from region.audit_requests import PassedTold, StreamsPassed
-from region.audit_server import AuditServer
 from region.cluster.records import ShardId
 from region.cluster.stream_keys import StreamKeys
 from region.clustered import Clustered
-from region.document_log import DocumentLog
-from region.export import ExportService
+from region.copies.peer_requests import PeerRequests
+from region.copies.peers import Peers
+from region.crossing.export import ExportService
+from region.crossing.ingest import IngestService
+from region.crossing.landings import Landings
+from region.evidence.arrival_index import ArrivalIndex
+from region.evidence.audit_log import AuditLog
+from region.evidence.audit_port import ArrivalLog, AuditPort
+from region.evidence.audit_requests import PassedTold, StreamsPassed
+from region.evidence.audit_server import AuditServer
+from region.evidence.document_log import DocumentLog
+from region.evidence.home_leaves import HomeLeaves, MovingLeaves
+from region.evidence.remote_audit import RemoteAudit
+from region.evidence.witnessing import Witnessing
 from region.governance.lasting import accepted_by_leaf
 from region.governance.leaves import Alone, Neighbours
 from region.governance.own_words import OwnWords
 from region.governance.service import Governance
 from region.governance.unclean_leaves import UncleanLeaves
-from region.home_leaves import HomeLeaves, MovingLeaves
-from region.ingest import IngestService
 from region.key_service import KeyService
-from region.landings import Landings
 from region.log.shard import ShardHooks
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import AUDIT_STREAM, Stream
 from region.own_files import OwnFiles
-from region.peer_requests import PeerRequests
-from region.peers import Peers
-from region.remote_audit import RemoteAudit
-from region.sealing import KeyringSeal
-from region.signing_keys import keys_made_instead, require_of_now
 from region.startup.evidence import Evidence
 from region.startup.ground import Ground
 from region.startup.metadata import Metadata
 from region.startup.serving import Serving
-from region.streams import StreamTable
-from region.trust_store import Memory
-from region.trusted_bundles import offer_bundles, pinned_bundles, signed_pins
-from region.witnessing import Witnessing
+from region.streams.sealing import KeyringSeal
+from region.streams.table import StreamTable
+from region.trust.signing_keys import keys_made_instead, require_of_now
+from region.trust.trust_store import Memory
+from region.trust.trusted_bundles import offer_bundles, pinned_bundles, signed_pins
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from region.log.directory import LogDirectory
 from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit, relays_max_of
 from region.metadata.port import MetadataStore
 from region.startup.store import served_by_several
-from region.trusted_bundles import own_bundle
+from region.trust.trusted_bundles import own_bundle
 
 log = logging.getLogger("felix.region.startup")
 

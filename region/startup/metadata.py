@@ -22,10 +22,8 @@ from region.cluster.registration import Start
 from region.cluster.registry import Address
 from region.cluster.stream_keys import StreamKeys
 from region.clustered import Clustered
-from region.copying_audit_log import AUDIT_COPIES
-from region.erasure import Destruction, SharedDestruction
+from region.evidence.copying_audit_log import AUDIT_COPIES
 from region.key_service import KeyringRotation, Rotation
-from region.log_key_store import require_log_key_of_now
 from region.metadata.catalog import Catalog
 from region.metadata.genesis import region_prefix
 from region.metadata.mirror import CatalogMirror
@@ -33,6 +31,8 @@ from region.metadata.port import MetadataStore
 from region.metadata.registration import Registration, is_holder
 from region.startup.ground import Ground
 from region.startup.store import claim, holder, log_keys, open_store, refuse_several
+from region.streams.erasure import Destruction, SharedDestruction
+from region.trust.log_key_store import require_log_key_of_now
 
 
 class Registered(Protocol):

@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from typing import Final
 
 from felix.transport.port import TransportLimits, engine_named
-from region.audit_log import LOGS
 from region.broker import Broker
 from region.broker_certificate import BrokerCertificate
-from region.budget import Budgets
-from region.copy_troubles import CopyTroubles
-from region.erasure import Destruction, Erasure, KeyringDestruction
+from region.copies.copy_troubles import CopyTroubles
+from region.copies.peers import Peers
+from region.copies.replicas import SystemStream
+from region.evidence.audit_log import LOGS
+from region.limits.budget import Budgets
 from region.log.scrub import Scrub
 from region.metadata.destroyed_keys import DestroyedKeys
 from region.metadata.records import AUDIT_STREAM
-from region.peers import Peers
 from region.quota_exchange import QuotaExchange
-from region.replicas import SystemStream
 from region.replication.links import LocalBroker
-from region.sealing import KeyringSeal
 from region.startup.evidence import Evidence
 from region.startup.ground import Ground
 from region.startup.metadata import Metadata
-from region.stream_settings import HOT_BYTES, shard_settings
-from region.streams import StreamTable
+from region.streams.erasure import Destruction, Erasure, KeyringDestruction
+from region.streams.sealing import KeyringSeal
+from region.streams.settings import HOT_BYTES, shard_settings
+from region.streams.table import StreamTable
 
 CONNECTIONS_SPARE: Final = 256
 """Connections beyond the limit of sessions: clients that are refused, or have not authenticated yet."""

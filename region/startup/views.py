@@ -18,9 +18,9 @@ from region.cache.service import CacheService
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
 from region.relay import RelayService
-from region.renewal import IdentityRenewal
-from region.requests import Requests, ViewTraffic
-from region.session import Services
+from region.session.client_session import Services
+from region.session.renewal import IdentityRenewal
+from region.session.requests import Requests, ViewTraffic
 from region.startup.governing import Governing
 from region.startup.ground import Ground
 from region.startup.metadata import Metadata

@@ -30,7 +30,7 @@ from felix.names import SpiffeId
 from felix.ranges import RangeSet, chunks
 from region.delivery import Subscription, subscription_refusal
 from region.exchange import Exchange
-from region.quota import Throttle
+from region.limits.quota import Throttle
 from region.subscriptions.progress import Redelivered
 from region.subscriptions.subscription import DurableSubscription
 

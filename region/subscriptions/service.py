@@ -44,11 +44,11 @@ from region.delivery import resolve_starts
 from region.exchange import Exchange
 from region.gather import Done as Written
 from region.gather import Gather, ignore
-from region.hosted_stream import ELSEWHERE_RETRY_MS, HostedStream
 from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.ports import Exchanging, Role
+from region.streams.hosted import ELSEWHERE_RETRY_MS, HostedStream
 from region.subscriptions.consumer import Consumer
 from region.subscriptions.reservations import Reservations
 from region.subscriptions.store import SubscriptionStore

@@ -18,11 +18,11 @@ from felix.errors import Code, FelixError, UnavailableError
 from felix.settings import SubscriptionSettings
 from region.broker import Broker
 from region.gather import Done
-from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.log.epochs import EVERYTHING
 from region.log.shard import ShardLog
 from region.metadata.records import Subscription
+from region.streams.hosted import HostedStream
 from region.subscriptions.entries import Dropped, Entry, Letter, decode, encode
 from region.subscriptions.progress import Dying, Progress
 from region.subscriptions.reservations import Reservations

@@ -26,8 +26,8 @@ from felix.names import SpiffeId
 from felix.ranges import RangeSet, pairs
 from region.broker import Broker
 from region.gather import Done, Gather, ignore, resolving
-from region.hosted_stream import HostedStream
 from region.metadata.records import Subscription
+from region.streams.hosted import HostedStream
 from region.subscriptions.entries import Entry, clipped
 from region.subscriptions.group import Group, Step
 from region.subscriptions.progress import Progress, Redelivered

@@ -23,9 +23,9 @@ from typing import Final, NamedTuple, Protocol
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.tasks import end_tasks
-from region.hosted_stream import HostedStream
 from region.log.shard import ShardLog
-from region.streams import StreamTable
+from region.streams.hosted import HostedStream
+from region.streams.table import StreamTable
 from region.transactions.placing import (
     RETRY_S,
     Step,

@@ -33,11 +33,11 @@ from felix.tasks import TaskSet, end_tasks
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.broker import Broker
 from region.gather import ignore
-from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.log.errors import StorageFailedError
 from region.metadata.records import StreamConfig
-from region.streams import StreamTable
+from region.streams.hosted import HostedStream
+from region.streams.table import StreamTable
 from region.transactions.applier import (
     START_PATIENCE_S,
     Applier,

@@ -1,4 +1,4 @@
-"""What the coordinator of transactions asks of the leaders of the streams that they concern, and what those ask of it (region.peer_requests).
+"""What the coordinator of transactions asks of the leaders of the streams that they concern, and what those ask of it (region.copies.peer_requests).
 
 Every request may be asked again. `incarnation` is the catalog's, in hex; `term` the epoch in which the coordinator leads.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from region.peer_requests import PeerRequest
+from region.copies.peer_requests import PeerRequest
 from region.transactions.state import Part
 
 

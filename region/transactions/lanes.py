@@ -28,9 +28,9 @@ from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.broker import Broker
 from region.cluster.assignments import Leader
 from region.clustered import Clustered
-from region.hosted_stream import HostedStream
+from region.copies.peer_requests import PeerRequests
 from region.log.shard import ShardLog
-from region.peer_requests import PeerRequests
+from region.streams.hosted import HostedStream
 from region.transactions.applier import Participant, find_participant
 from region.transactions.lane_messages import (
     AbandonAcknowledgements,

@@ -21,9 +21,9 @@ from felix.names import SpiffeId, StreamName
 from keys.envelope import SEAL_BYTES
 from policy.access import Verb
 from region.broker import Broker
-from region.hosted_stream import HostedStream
 from region.log.message_ids import message_ids
 from region.log.shard import ShardLog
+from region.streams.hosted import HostedStream
 from region.transactions.applier import Participant
 from region.transactions.placing import check_takes
 from region.transactions.positions import PARTS_PER_SHARD_MAX

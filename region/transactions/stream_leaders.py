@@ -16,8 +16,8 @@ from felix.errors import Code, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from region.broker import Broker
 from region.clustered import Clustered
+from region.copies.peer_requests import ASK_S, PeerRequest, PeerRequests
 from region.metadata.records import Stream
-from region.peer_requests import ASK_S, PeerRequest, PeerRequests
 from region.transactions.lane_messages import (
     AbandonAcknowledgements,
     Abandoned,

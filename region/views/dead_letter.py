@@ -48,7 +48,6 @@ from keys.envelope import SEALABLE_BYTES_MAX
 from policy.access import Verb
 from region.broker import Broker
 from region.gather import Done, Gather, awaited
-from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.log.epochs import EVERYTHING
 from region.log.errors import OffsetOutOfRangeError
@@ -56,6 +55,7 @@ from region.log.producers import BATCHES_REMEMBERED
 from region.log.ring import Entry
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
+from region.streams.hosted import HostedStream
 
 log = logging.getLogger("felix.region.dead_letter")
 
@@ -582,5 +582,5 @@ async def each_record(shard: ShardLog, offsets: Sequence[int]) -> AsyncIterator[
 
 
 def entry_body(entry: Entry) -> memoryview:
-    """The batch of an entry of a stream's own log, without the frame that stands before it (region.streams)."""
+    """The batch of an entry of a stream's own log, without the frame that stands before it (region.streams.table)."""
     return memoryview(entry.data)[FRAME_HEADER_BYTES:]

@@ -28,8 +28,8 @@ from felix.errors import RequestError
 from felix.provenance import PATH_HEADER
 from keys.envelope import SEAL_BYTES, SEALABLE_BYTES_MAX
 from policy.transform import KeyRule, build_spec
-from region.inspected import _compress
-from region.link_slot import ENVELOPES_MAX
+from region.crossing.inspected import _compress
+from region.crossing.link_slot import ENVELOPES_MAX
 from region.log.admission import misfit
 
 pytestmark = pytest.mark.timeout(120)

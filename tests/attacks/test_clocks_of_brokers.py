@@ -9,9 +9,9 @@ from audit_log import TIME_MS
 from signed_grants import paper_leaf, signed_grant
 
 from audit.leaf import Side
-from region.document_log import KNOWN_MS_MAX
+from region.evidence.document_log import KNOWN_MS_MAX
+from region.evidence.remote_audit import CLOCK_AHEAD_MS_MAX
 from region.governance.leaves import LOOK_S
-from region.remote_audit import CLOCK_AHEAD_MS_MAX
 from region.replication.links import BEAT_MS, CLOCK_BEATS
 
 

@@ -34,7 +34,7 @@ from felix.names import SpiffeId
 from felix.runtime.real import REAL
 from keys.bundle import AuditKey, RegionBundle, decode_bundle, sign_bundle
 from keys.post_quantum import MlDsaKey
-from region.witnessing import CHECKPOINTS_BURST, WAITING_MAX, Witnessing
+from region.evidence.witnessing import CHECKPOINTS_BURST, WAITING_MAX, Witnessing
 
 EU = witness_signer()
 OUTSIDE = NoteSigner.from_key("witness.example/w1", key(33), Algorithm.COSIGNATURE)

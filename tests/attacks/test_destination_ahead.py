@@ -26,8 +26,8 @@ from audit.leaf import GapKind, Kind, Leaf
 from audit.position import Positions
 from bridge.ledger import Ledger
 from felix.errors import RequestError
-from region.ingest import IngestStream
-from region.link_slot import LinkRecord, Position
+from region.crossing.ingest import IngestStream
+from region.crossing.link_slot import LinkRecord, Position
 
 RECORDS, CLAIMED = 10, 7
 

@@ -309,7 +309,7 @@ async def test_a_log_that_takes_no_leaf_is_asked_until_it_does_and_nobody_reads_
             agent.send([sent[1], sent[2]])
             await until(lambda: shard_of(mesh, stream).durable_offset == 3, "the append")
         assert shard_of(mesh, stream).high_watermark == 1
-        patch.setattr("region.arrivals.WAITING_BYTES_MAX", 1)
+        patch.setattr("region.crossing.arrivals.WAITING_BYTES_MAX", 1)
         async with rogue_agent(mesh, grant_behind, stream=behind) as agent_behind:
             await agent_behind.open()
             error = await agent_behind.refused([sent[0]])

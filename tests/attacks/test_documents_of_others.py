@@ -30,7 +30,7 @@ from region.governance.held_documents import HeldDocuments
 from region.governance.intake import DocumentIntake
 from region.governance.lasting import LastingDocuments
 from region.governance.own_words import OwnWords
-from region.held_document import digest_of
+from region.trust.held_document import digest_of
 
 REGIONS = ("us-east", "eu-west", "ap-south")
 

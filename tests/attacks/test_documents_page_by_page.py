@@ -19,7 +19,7 @@ from felix.runtime.real import now_ms
 from policy.grant import DenyEntry, sign_deny
 from policy.signed import SignedDocument
 from region.governance import service
-from region.held_document import HeldDocument, document_id
+from region.trust.held_document import HeldDocument, document_id
 
 pytestmark = pytest.mark.timeout(300)
 

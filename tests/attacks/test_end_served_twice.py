@@ -49,7 +49,7 @@ from audit.witness_policy import WitnessPolicy
 from felix.errors import TamperError
 from keys.bundle import KeyEnd
 from policy.grant import Standing, StandingAction, sign_export, sign_standing
-from region.document_log import DocumentLog, _Logged
+from region.evidence.document_log import DocumentLog, _Logged
 
 WITNESS: Final = NoteSigner.from_key("witness.example", key(77), Algorithm.COSIGNATURE)
 THIEF: Final = FORMER.verify_key.public

@@ -20,7 +20,7 @@ from felix.batch import encode_headers
 from felix.errors import Code, FelixError
 from felix.names import StreamName
 from policy.transform import KeyRule, TransformSpec, build_spec
-from region.grant_meter import GrantMeter
+from region.crossing.grant_meter import GrantMeter
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")

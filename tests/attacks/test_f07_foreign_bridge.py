@@ -24,9 +24,9 @@ from felix.quota import QuotaLimits
 from felix.runtime.real import now_ms
 from felix.settings import NamespaceSettings, SubscriptionChange
 from felix.transaction_messages import Fence
-from region.audience import AUDIENCES, Audience, audience_of, request_name
 from region.bootstrap import issue_identity
 from region.config import load_config
+from region.session.audience import AUDIENCES, Audience, audience_of, request_name
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")

@@ -18,8 +18,8 @@ from felix.frames import FrameType
 from felix.names import StreamName
 from felix.transport.port import ENGINE_NAMES
 from policy.grant import StandingAction
+from region.crossing.ingest import IngestStream
 from region.governance.leaves import DRAIN_MS
-from region.ingest import IngestStream
 from region.log.shard import ShardLog
 
 Tally = Callable[[str, int], None]

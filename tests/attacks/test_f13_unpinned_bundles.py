@@ -46,8 +46,8 @@ from region.folder import RegionFolder
 from region.governance.service import Governance
 from region.governance.trusted_regions import TrustedRegions
 from region.metadata.transaction import Delete, Put, Write
-from region.signing_keys import change_signing_keys
-from region.trusted_bundles import pinned_bundles, signed_pins
+from region.trust.signing_keys import change_signing_keys
+from region.trust.trusted_bundles import pinned_bundles, signed_pins
 
 Tally = Callable[[str, int], None]
 NAME = StreamName.parse(STREAM)

@@ -19,7 +19,7 @@ from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.real import now_ms
-from region.link_slot import REGION_LINKS_MAX, LinkRecord, Position, link_slot, old_slot
+from region.crossing.link_slot import REGION_LINKS_MAX, LinkRecord, Position, link_slot, old_slot
 from region.log.shard import Appended, ShardLog
 from region.transactions.positions import SLOT
 

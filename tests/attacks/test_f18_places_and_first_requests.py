@@ -30,13 +30,13 @@ from keys.bundle import decode_bundle
 from policy.quantity import Size
 from region.bootstrap import issue_identity, trust_region
 from region.config import LimitsConfig, load_config
-from region.places import FOREIGN_PER_IDENTITY
-from region.session import (
+from region.session.client_session import (
     REQUESTS_HELD_BYTES_MAX,
     RIGHTLESS_BACKLOG_BYTES_MAX,
     RIGHTLESS_BYTES_MAX,
     RIGHTLESS_REQUESTS_MAX,
 )
+from region.streams.places import FOREIGN_PER_IDENTITY
 
 Tally = Callable[[str, int], None]
 ALLOWED_BYTES = 64 << 20

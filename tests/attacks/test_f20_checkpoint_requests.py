@@ -23,7 +23,7 @@ from felix.errors import Code, FelixError
 from felix.messages import CheckpointAnswer
 from felix.names import SpiffeId
 from felix.runtime.real import REAL
-from region.witnessing import CHECKPOINTS_BURST, COSIGNATURES_BURST, WAITING_MAX, Witnessing
+from region.evidence.witnessing import CHECKPOINTS_BURST, COSIGNATURES_BURST, WAITING_MAX, Witnessing
 
 Tally = Callable[[str, int], None]
 ROGUE = SpiffeId("us-east", "acme", "bridge", "rogue")

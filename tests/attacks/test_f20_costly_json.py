@@ -16,7 +16,7 @@ from felix.errors import Code
 from felix.runtime.real import now_ms
 from policy.inspection import Inspection, OutsideTermsError
 from policy.transform import VALUES_MAX, TransformSpec, Withheld, compile_transform, decode_json
-from region.inspected import STEP_BYTES, Steps, inspect
+from region.crossing.inspected import STEP_BYTES, Steps, inspect
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")
@@ -114,7 +114,7 @@ async def test_an_envelope_of_costly_records_is_looked_at_in_small_steps(
             yield
 
     monkeypatch.setattr(Inspection, "record", counting)
-    monkeypatch.setattr("region.ingest.inspect", stepping)
+    monkeypatch.setattr("region.crossing.ingest.inspect", stepping)
     async with two_regions(tmp_path) as mesh:
         grant = await granted(mesh)
         async with rogue_agent(mesh, grant, engine=engine) as agent:

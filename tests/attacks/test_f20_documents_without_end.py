@@ -40,8 +40,8 @@ from policy.signed import (
     verify,
 )
 from policy.transform import build_spec
-from region.denials import DENY_REGION_LEAVES_MAX
 from region.governance import intake
+from region.governance.denials import DENY_REGION_LEAVES_MAX
 from region.governance.intake import SIGNED_AGAIN_MAX, DocumentIntake
 
 Tally = Callable[[str, int], None]

@@ -18,7 +18,7 @@ from bridge.link_session import LinkSession
 from bridge.link_worker import LinkWorker
 from bridge.plan import Verdict
 from keys.envelope import DataKey
-from region.ingest import IngestStream
+from region.crossing.ingest import IngestStream
 
 Tally = Callable[[str, int], None]
 

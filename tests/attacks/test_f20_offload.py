@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from felix.errors import Code, RequestError
-from region.offload import check_offload
+from region.streams.offload import check_offload
 
 NOT_ALLOWED = (
     "s3://elsewhere/felix",

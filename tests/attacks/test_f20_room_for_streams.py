@@ -12,11 +12,11 @@ import pytest
 from felix.errors import UnavailableError
 from felix.names import StreamName
 from felix.settings import Durability
-from region.budget import Budget
+from region.limits.budget import Budget
 from region.log.ring import Entry, Ring
 from region.metadata.records import StreamConfig
-from region.stream_settings import HOT_BYTES, SHARD_BYTES, least_bytes
-from region.streams import StreamTable
+from region.streams.settings import HOT_BYTES, SHARD_BYTES, least_bytes
+from region.streams.table import StreamTable
 
 Tally = Callable[[str, int], None]
 NAME = StreamName.parse("acme/ops/departures")

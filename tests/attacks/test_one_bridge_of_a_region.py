@@ -26,7 +26,7 @@ from felix.bounded import BoundedMap
 from felix.errors import Code, FelixError, TamperError, UnavailableError
 from felix.names import SpiffeId
 from felix.runtime.real import REAL
-from region.witnessing import ASKERS_MAX, CHECKPOINTS_BURST, SHARES, WAITING_MAX, Witnessing
+from region.evidence.witnessing import ASKERS_MAX, CHECKPOINTS_BURST, SHARES, WAITING_MAX, Witnessing
 
 STEPS_PER_S = 20
 

@@ -24,11 +24,11 @@ from felix.runtime.real import now_ms
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, canonical, sign
-from region import stream_follower
 from region.governance import leaves
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
-from region.streams import StreamTable
+from region.streams import follower as stream_follower
+from region.streams.table import StreamTable
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,7 +11,7 @@ import pytest
 from attacks.conftest import Tally
 from bridge_mesh import BRIDGE, Mesh, flight, two_regions, until
 
-import region.witnessing
+import region.evidence.witnessing
 from audit.note import Algorithm, Note, encode_note, parse_note
 from audit.origin import egress_origin, region_origin
 from audit.trust import Trust

@@ -25,7 +25,7 @@ async def test_a_clock_that_was_days_ahead_stops_no_link_once_it_is_right(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It binds as one that is five minutes ahead, which a test does not wait for.
-    monkeypatch.setattr("region.ingest.CLOCK_SKEW_MS", 0)
+    monkeypatch.setattr("region.crossing.ingest.CLOCK_SKEW_MS", 0)
     await mesh.create()
     await mesh.grant(expires=mesh.now_ms() + 80 * DAY_MS)
     await mesh.publish(numbered(0, 5))

@@ -16,8 +16,8 @@ from audit.leaf import Leaf
 from felix.names import StreamName
 from policy.approval import Document
 from policy.grant import GrantBook, StandingAction
+from region.crossing.landings import Landings
 from region.governance.leaves import Alone, DocumentLeaves
-from region.landings import Landings
 
 GRANTED = signed_grant()
 ARRIVES = StreamName.parse(GRANTED.terms.destination_stream)

@@ -34,7 +34,7 @@ from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
 from region.bootstrap import trust_region, write_profile
 from region.folder import RegionFolder
-from region.trusted_bundles import keep_pin, read_pin
+from region.trust.trusted_bundles import keep_pin, read_pin
 
 
 class Machines:

@@ -32,7 +32,7 @@ from felix.runtime.real import now_ms
 from policy.grant import StandingAction
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.ingest import IngestStream
+from region.crossing.ingest import IngestStream
 
 OTHER = "us-to-eu-2"
 BOTH = (BRIDGE, OTHER)
@@ -48,7 +48,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bridge that stands still is relieved after 2 s."""
-    monkeypatch.setattr("region.ingest.STANDBY_S", 2.0)
+    monkeypatch.setattr("region.crossing.ingest.STANDBY_S", 2.0)
 
 
 def identity(name: str) -> str:

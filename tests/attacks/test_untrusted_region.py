@@ -23,7 +23,7 @@ from keys.bundle import decode_bundle
 from keys.pin import decode_pin
 from region.bootstrap import write_profile
 from region.metadata.transaction import Delete, Put
-from region.trusted_bundles import former_bundles, pinned_bundles
+from region.trust.trusted_bundles import former_bundles, pinned_bundles
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from felix.errors import FelixError, UnavailableError
 from felix.messages import Cosign, GetCheckpoint, PutCosignature, Witnessed, WitnessedSize
 from felix.names import SpiffeId
 from keys.post_quantum import MlDsaKey
-from region.witnessing import Witnessing
+from region.evidence.witnessing import Witnessing
 
 EU = witness_signer()
 EU_PQ = NoteSigner.from_ml_dsa(EU.key.name, MlDsaKey.from_seed(b"e" * 32))

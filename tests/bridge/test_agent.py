@@ -32,7 +32,7 @@ from felix.runtime.real import now_ms
 from felix.settings import Compaction, Retention, Views
 from policy.grant import StandingAction
 from policy.transform import build_spec
-from region import ingest
+from region.crossing import ingest
 from region.log.point import LogPoint
 
 

@@ -61,16 +61,16 @@ from policy.grant import (
 from policy.residency import REVISION_MAX, ResidencyError, parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, decode_body, key_id
 from policy.truncation import Truncation
-from region import signing_keys
 from region.bootstrap import trust_region, write_profile
 from region.config import load_config
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 from region.folder import RegionFolder
 from region.governance.logged_truncations import logged_truncations
-from region.held_document import document_id
-from region.signing_key_leaves import ROLES, Role
-from region.signing_keys import change_signing_keys, raise_ends
-from region.trusted_bundles import read_pin
+from region.trust import signing_keys
+from region.trust.held_document import document_id
+from region.trust.signing_key_leaves import ROLES, Role
+from region.trust.signing_keys import change_signing_keys, raise_ends
+from region.trust.trusted_bundles import read_pin
 
 EGRESS = egress_origin("us-east", "acme", BRIDGE)
 

@@ -21,10 +21,11 @@ from cli.region import app
 from felix.messages import PutDocument
 from felix.runtime.real import now_ms
 from keys.bundle import SignedBundle, decode_bundle
-from region import begun_change, witness_key
 from region.bootstrap import trust_region
 from region.config import load_config
-from region.witness_key import change_witness_key
+from region.evidence import witness_key
+from region.evidence.witness_key import change_witness_key
+from region.trust import begun_change
 
 
 @pytest.fixture

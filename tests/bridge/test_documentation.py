@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bridge.failpoint import DOCUMENT_STEPS, STEPS
 from bridge.link import TRANSITIONS, LinkEvent, LinkPhase
-from region.audience import AUDIENCES, Audience, request_name
+from region.session.audience import AUDIENCES, Audience, request_name
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bridges.md").read_text()
 

@@ -15,7 +15,7 @@ import felix
 from audit.leaf import Kind
 from audit.receipt import Receipt
 from keys.signing import SigningKey
-from region import ingest
+from region.crossing import ingest
 
 JOBS, CREW = "acme/ops/jobs", "acme/ops/crew"
 

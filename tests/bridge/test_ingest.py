@@ -26,7 +26,7 @@ from keys.transfer import TransferKey, TransferScope, seal_envelope, seal_transf
 from policy.quantity import Size
 from policy.transform import TransformSpec
 from region.config import LimitsConfig
-from region.ingest import INGEST_WINDOW_BYTES
+from region.crossing.ingest import INGEST_WINDOW_BYTES
 from region.log.producers import ProducerTable
 from region.log.shard import ShardLog
 
@@ -342,7 +342,7 @@ async def test_a_mistake_in_an_answer_does_not_keep_the_link_waiting(
             def broken(*_: object) -> bytes:
                 raise ArithmeticError("a mistake")
 
-            patch.setattr("region.ingest.sign_receipt", broken)
+            patch.setattr("region.crossing.ingest.sign_receipt", broken)
             agent.send(stream, 0, [b"0"])
             with pytest.raises(FelixError, match="ArithmeticError"):
                 await agent.receipt(stream)

@@ -206,7 +206,7 @@ class World:
         )
 
     def receive(self, each: OnTheWay) -> int:
-        """As region.ingest does: contiguous, and the newest ranges are answered again."""
+        """As region.crossing.ingest does: contiguous, and the newest ranges are answered again."""
         if each.first_offset == self.position:
             self.position = each.last_offset + 1
             self.newest.append((each.first_offset, each.last_offset))

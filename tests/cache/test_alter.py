@@ -17,11 +17,11 @@ from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.real import now_ms
 from felix.settings import CACHE_BYTES_MIN, CacheChange, CacheSettings
 from region.bootstrap import issue_identity
-from region.budget import Budget
 from region.cache.shard import CacheShard
 from region.cache.state import CacheState, entry_bytes
 from region.config import load_config
 from region.folder import RegionFolder
+from region.limits.budget import Budget
 from region.node import Node
 
 NAME = "acme/web/sessions"

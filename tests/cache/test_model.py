@@ -33,10 +33,10 @@ from felix.address import Address
 from felix.cache import Cache, Position, Watch
 from felix.runtime.real import now_ms
 from felix.settings import CACHE_BYTES_MIN, CacheSettings, Compaction, Views
-from region import stream_settings
 from region.cache.state import ENTRY_BYTES
 from region.log.segment_limits import SegmentLimits
 from region.node import Node
+from region.streams import settings as stream_settings
 
 SELDOM_LEAST: Final = 3
 EVICTED_LEAST: Final = 100

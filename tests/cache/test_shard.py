@@ -19,15 +19,15 @@ from felix.cache_messages import DEFAULT_TTL
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.settings import CACHE_BYTES_MIN, CacheSettings, Durability
-from region.budget import Budget
 from region.cache import shard as cache_shard
 from region.cache.shard import CacheShard
 from region.cache.state import ENTRY_BYTES
+from region.limits.budget import Budget
 from region.log.errors import read_failed
 from region.log.point import LogPoint
 from region.log.ring import Entry
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
-from region.stream_settings import delivery_frame
+from region.streams.settings import delivery_frame
 
 NAME = StreamName.parse("acme/web/sessions")
 

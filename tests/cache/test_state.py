@@ -12,9 +12,9 @@ from long_runs import count
 
 from felix.errors import UnavailableError
 from felix.settings import CACHE_BYTES_MIN, CacheSettings
-from region.budget import Budget
 from region.cache.records import Change, Reason
 from region.cache.state import CacheState, Entry, entry_bytes
+from region.limits.budget import Budget
 
 SETTINGS = CacheSettings(bytes_max=CACHE_BYTES_MIN)
 BUDGET_BYTES = 16 * CACHE_BYTES_MIN

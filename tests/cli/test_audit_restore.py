@@ -22,7 +22,7 @@ from keys.bundle import decode_bundle
 from region.bootstrap import trust_region
 from region.config import load_config
 from region.folder import RegionFolder
-from region.signing_keys import change_signing_keys
+from region.trust.signing_keys import change_signing_keys
 
 
 def felix(home: Path, *words: object) -> tuple[int, str]:

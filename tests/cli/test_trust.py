@@ -27,8 +27,8 @@ from keys.signing import SigningKey
 from region.bootstrap import issue_identity, write_profile
 from region.config import RegionConfig
 from region.config import load_config as load_region
-from region.offers import keep_offer, kept_offer, make_offer
-from region.trusted_bundles import read_pin
+from region.trust.offers import keep_offer, kept_offer, make_offer
+from region.trust.trusted_bundles import read_pin
 
 
 class Sides:

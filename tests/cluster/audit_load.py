@@ -23,7 +23,7 @@ from keys.key_file import load_signing_key
 from policy.grant import DenyEntry, sign_deny
 from region.config import load_config
 from region.folder import RegionFolder
-from region.trusted_bundles import own_bundle
+from region.trust.trusted_bundles import own_bundle
 
 PAUSE_S: Final = 0.2
 AGAIN_S: Final = 0.2

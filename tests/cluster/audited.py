@@ -17,7 +17,7 @@ from audit.trail import Trail
 from audit.trust import Trust
 from audit.verify import verify_log
 from felix.errors import UnavailableError
-from region.trusted_bundles import own_bundle
+from region.trust.trusted_bundles import own_bundle
 
 
 def key_leaf(number: int) -> Leaf:

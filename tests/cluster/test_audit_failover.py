@@ -46,8 +46,8 @@ from policy.grant import DenyEntry, sign_deny
 from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.renewal import KEY_ID_BYTES
-from region.trusted_bundles import own_bundle
+from region.session.renewal import KEY_ID_BYTES
+from region.trust.trusted_bundles import own_bundle
 
 NAMES = ("b1", "b2", "b3")
 LEASE_S = 2

@@ -27,10 +27,10 @@ from audit.tile import bundle_path
 from audit.tile_disk import Folder
 from felix.batch import Batch
 from felix.errors import CorruptionError, FelixError, UnavailableError
-from region import audit_log
-from region.audit_log import Leading
 from region.cluster.node_file import NodeFile
 from region.cluster.records import ShardId
+from region.evidence import audit_log
+from region.evidence.audit_log import Leading
 from region.log.directory import folder_name
 from region.log.shard import ShardLog
 from region.metadata.etcd import EtcdConfig, EtcdStore

@@ -36,18 +36,18 @@ from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
-from region.audit_log import AuditLog
 from region.bootstrap import trust_region
-from region.changed_log_key import LOG_KEY_CHANGED
 from region.cluster.records import ShardId
 from region.config import load_config
-from region.log_key_store import tell_ended
-from region.log_keys import ChangedKeys, change_log_keys
+from region.evidence.audit_log import AuditLog
 from region.metadata.catalog import Catalog
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.records import Keys
 from region.metadata.transaction import Delete
-from region.trusted_bundles import own_bundle
+from region.trust.changed_log_key import LOG_KEY_CHANGED
+from region.trust.log_key_store import tell_ended
+from region.trust.log_keys import ChangedKeys, change_log_keys
+from region.trust.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 

@@ -15,15 +15,16 @@ from long_runs import IS_LONG, count, only_long
 
 from audit.leaf import Kind
 from felix.settings import Compaction, Views
-from region import node, stream_settings
+from region import node
 from region.cluster.records import ShardId
-from region.ingest import IngestStream
+from region.copies.replicas import Replicas
+from region.crossing.ingest import IngestStream
+from region.evidence.remote_audit import RemoteArrivals
 from region.log.disk import DiskLog
 from region.log.frame import Frame
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardLog
-from region.remote_audit import RemoteArrivals
-from region.replicas import Replicas
+from region.streams import settings as stream_settings
 
 pytestmark = pytest.mark.etcd
 STEP = 40

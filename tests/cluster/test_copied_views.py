@@ -17,12 +17,12 @@ from region_peer import until
 import felix
 from felix import settings
 from felix.errors import Code, RequestError
-from region import stream_settings
 from region.cluster.records import ShardId
 from region.log.companions import RECORDS, JournalKind
 from region.log.directory import folder_name, shard_folder
 from region.log.disk import DiskLog
 from region.log.segment_limits import SegmentLimits
+from region.streams import settings as stream_settings
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 

@@ -31,18 +31,20 @@ from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
 from keys.signing import SigningKey
-from region import audit_log, evidence, reconciliation
+from region import reconciliation
 from region.cluster.audit_home import AuditHome, Before
 from region.cluster.mirror import ClusterMirror
 from region.cluster.node_file import NodeFile
 from region.cluster.records import ClusterKeys, ShardId, ShardRecord, encode
-from region.copying_audit_log import Plan, copy_audit_log
+from region.evidence import audit_log
+from region.evidence import opening as evidence
+from region.evidence.copying_audit_log import Plan, copy_audit_log
 from region.inventory import take_inventory
-from region.log_keys import change_log_keys
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.transaction import Delete, Put
 from region.reconciling import Reconciler
-from region.trusted_bundles import own_bundle
+from region.trust.log_keys import change_log_keys
+from region.trust.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 

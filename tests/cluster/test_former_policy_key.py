@@ -44,10 +44,10 @@ from policy.signed import Purpose, decode_body
 from policy.truncation import Truncation
 from region.bootstrap import trust_region
 from region.governance.changed_keys import ChangedKeys
-from region.held_document import document_id
-from region.signing_key_leaves import ACTIONS, ROLES, LoggedKey, key_id_of
-from region.signing_key_note import SigningKeyNote, decode_note
-from region.signing_keys import change_signing_keys
+from region.trust.held_document import document_id
+from region.trust.signing_key_leaves import ACTIONS, ROLES, LoggedKey, key_id_of
+from region.trust.signing_key_note import SigningKeyNote, decode_note
+from region.trust.signing_keys import change_signing_keys
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 

@@ -12,7 +12,7 @@ from cluster.clustered_mesh import two_clusters
 from audit.leaf import Kind
 from felix.errors import UnavailableError
 from policy.grant import StandingAction
-from region.streams import StreamTable
+from region.streams.table import StreamTable
 
 pytestmark = pytest.mark.etcd
 

@@ -9,8 +9,8 @@ from typing import Any
 from felix.bounded import BoundedMap
 from felix.names import StreamName
 from region.cluster.records import ShardId
-from region.replicas import Replicas
-from region.stream_follower import StreamFollower
+from region.copies.replicas import Replicas
+from region.streams.follower import StreamFollower
 
 STREAMS = [StreamName.parse(f"acme/ops/s{number}") for number in range(3)]
 SHARDS = 2

@@ -10,8 +10,8 @@ from typing import Any
 from felix.bounded import BoundedMap
 from felix.names import StreamName
 from region.cluster.records import ShardId, ShardRecord
+from region.copies.replicas import Replicas
 from region.log.companions import RECORDS
-from region.replicas import Replicas
 
 STREAM = "acme/ops/orders"
 SHARD = ShardId("ab" * 16, 0)

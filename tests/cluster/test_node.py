@@ -19,13 +19,13 @@ from felix.errors import RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
 from felix.settings import Durability, NamespaceSettings
 from keys.shared import SharedKeyring
-from region import stream_follower
 from region.cluster.audit_home import AuditHome
 from region.cluster.member import ClusterMember
 from region.config import MetadataConfig
 from region.metadata.transaction import Absent, Put
 from region.node import Node
-from region.sealing import KeyringSeal
+from region.streams import follower as stream_follower
+from region.streams.sealing import KeyringSeal
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 

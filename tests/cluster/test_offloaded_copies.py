@@ -19,7 +19,7 @@ from region_peer import payloads, until
 import felix
 from felix.errors import RequestError
 from felix.settings import Offload, Views
-from region import node, stream_settings
+from region import node
 from region.cluster.records import ShardId, ShardRecord
 from region.config import StorageConfig
 from region.log import fsspec_store, maintenance
@@ -27,6 +27,7 @@ from region.log.disk import DiskLog
 from region.log.offload import ListPointer, OffloadList
 from region.log.segment_limits import SegmentLimits
 from region.log.shared_offload import SharedLists
+from region.streams import settings as stream_settings
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 

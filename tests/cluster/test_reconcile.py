@@ -27,10 +27,10 @@ from cli.several import ETCD_FOLDER, ETCD_PEER
 from felix.errors import Code, CorruptionError, RequestError
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
-from region.audit_log import CHECKPOINTS
 from region.cluster import registry
 from region.cluster.node_file import NodeFile
 from region.config import load_config
+from region.evidence.audit_log import CHECKPOINTS
 from region.inventory import take_inventory
 from region.log.companions import log_number
 from region.reconciliation import FolderReport, Plan

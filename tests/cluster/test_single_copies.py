@@ -16,7 +16,7 @@ import felix
 from cli import stream as stream_commands
 from felix.settings import Durability
 from region.cluster.records import ShardId, ShardRecord
-from region.replicas import is_kept_elsewhere
+from region.copies.replicas import is_kept_elsewhere
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 

@@ -36,7 +36,6 @@ from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_roots, dec
 from region.cluster import key_rotation, stream_keys
 from region.cluster.key_rotation import KeyRotation
 from region.cluster.stream_keys import StreamKeys
-from region.erasure import Erasure, SharedDestruction
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore
@@ -44,7 +43,8 @@ from region.metadata.memory import MemoryStore
 from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.records import DeletedStream, DestroyedKey, StreamConfig, encode
 from region.metadata.transaction import Compare, Delete, Entry, Event, Put, TransactResult, Write
-from region.sealing import KeyringSeal
+from region.streams.erasure import Erasure, SharedDestruction
+from region.streams.sealing import KeyringSeal
 
 __all__ = ["etcd"]  # the fixture, by its name
 
@@ -1216,7 +1216,7 @@ async def test_a_root_that_cannot_be_destroyed_keeps_no_other_and_is_not_said_to
     brokers: Brokers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(key_rotation, "LOOK_S", 0.01)
-    monkeypatch.setattr("region.erasure.WAIT_S", 0.2)
+    monkeypatch.setattr("region.streams.erasure.WAIT_S", 0.2)
     keys = await brokers.start("a")
     await keys.ensure(ORDERS, LIFE)
     rotation = brokers.rotations["a"]

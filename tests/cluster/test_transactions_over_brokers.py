@@ -17,8 +17,8 @@ from felix.errors import Code, NotLeaderError, RequestError, UnavailableError
 from felix.names import SpiffeId
 from region.bootstrap import write_profile
 from region.broker import Broker
-from region.hosted_stream import HostedStream
 from region.metadata.records import StreamConfig
+from region.streams.hosted import HostedStream
 from region.transactions import lane_applier
 from region.transactions.coordinator import Coordinator
 from region.transactions.stream_leaders import StreamLeaders

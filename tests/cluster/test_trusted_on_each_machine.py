@@ -22,7 +22,7 @@ from keys.signing import SigningKey
 from region.bootstrap import trust_region
 from region.folder import RegionFolder
 from region.node import Node
-from region.trusted_bundles import own_bundle
+from region.trust.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 

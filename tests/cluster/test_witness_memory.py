@@ -19,8 +19,8 @@ from audit.checkpoint import note_size
 from audit.witness import DiskWitnessStore, ForkError
 from felix.errors import UnavailableError
 from felix.names import SpiffeId
-from region import audit_log
 from region.cluster.records import ShardId, ShardRecord
+from region.evidence import audit_log
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.records import Keys
 from region.metadata.transaction import Delete, Put

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from region.budget import Budget
+from region.limits.budget import Budget
 from region.log.ring import ENTRY_OVERHEAD_BYTES, Entry, Ring
 from region.log.ring_pool import RingPool
 

@@ -24,8 +24,8 @@ from policy.signed import SignedDocument
 from region.bootstrap import write_profile
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
-from region.signing_key_leaves import ROLES, Role
-from region.signing_keys import change_signing_keys, raise_ends
+from region.trust.signing_key_leaves import ROLES, Role
+from region.trust.signing_keys import change_signing_keys, raise_ends
 
 COSIGNED_S: Final = 60.0
 """How long other regions' logs may take to be cosigned as far as they are; a link that stands still for good brings nothing."""

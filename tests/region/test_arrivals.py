@@ -19,10 +19,10 @@ from audit.tile import read_entries
 from audit.trail import Trail, TrailStatus
 from felix.errors import Code, CorruptionError, UnavailableError
 from felix.names import SpiffeId
-from region.arrival_index import ArrivalIndex
-from region.arrivals import LeafQueue, decode_arrival, encode_arrival, notes_from, settle
-from region.grant_meter import GrantMeter
-from region.link_slot import Landed, LinkRecord, Position, link_slot
+from region.crossing.arrivals import LeafQueue, decode_arrival, encode_arrival, notes_from, settle
+from region.crossing.grant_meter import GrantMeter
+from region.crossing.link_slot import Landed, LinkRecord, Position, link_slot
+from region.evidence.arrival_index import ArrivalIndex
 from region.log.ahead import Note
 
 SLOT = link_slot("us-east", STREAM, 0)
@@ -167,7 +167,7 @@ async def test_leaves_that_wait_are_bounded_and_all_come_in_the_end(
     link = Link()
     ranges = [[encode_for_log(leaf) for leaf in delivery(link)[1]] for _ in range(3)]
     held = sum(len(leaf.data) for leaves in ranges for leaf in leaves)
-    monkeypatch.setattr("region.arrivals.WAITING_BYTES_MAX", held)
+    monkeypatch.setattr("region.crossing.arrivals.WAITING_BYTES_MAX", held)
     queue, said = LeafQueue(trail), list[int]()
 
     def full(*_: object) -> int:

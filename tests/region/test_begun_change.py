@@ -23,13 +23,13 @@ from keys.bundle import RegionBundle, decode_bundle
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from region import begun_change
 from region.bootstrap import add_log_keys, issue_identity
 from region.config import RegionConfig, load_config
+from region.evidence.witness_key import change_witness_key
 from region.folder import RegionFolder
-from region.log_keys import change_log_keys
-from region.signing_keys import change_signing_keys, raise_ends
-from region.witness_key import change_witness_key
+from region.trust import begun_change
+from region.trust.log_keys import change_log_keys
+from region.trust.signing_keys import change_signing_keys, raise_ends
 
 NOW = 1_796_000_000_000
 BRIDGE = "us-east-to-eu-west"
@@ -63,7 +63,7 @@ def change(folder: RegionFolder, config: RegionConfig, now_ms: int) -> None:
 
 def cut_off(folder: RegionFolder, config: RegionConfig, step: str) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(f"region.signing_keys.{step}", lambda *_: 1 / 0)
+        patch.setattr(f"region.trust.signing_keys.{step}", lambda *_: 1 / 0)
         change(folder, config, NOW)
 
 
@@ -213,7 +213,7 @@ def test_a_key_that_a_change_that_was_cut_off_was_not_about_is_not_said_to_be_ch
 ) -> None:
     config, before = load_config(folder.config), bundle_of(folder)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(f"region.signing_keys.{step}", lambda *_: 1 / 0)
+        patch.setattr(f"region.trust.signing_keys.{step}", lambda *_: 1 / 0)
         change_signing_keys(folder, config, NOW, ["receipt"], say_again=True)
     if step != "_record":  # nothing was told yet, and the change begins anew
         with pytest.raises(RequestError, match="The policy key is still that of before") as refused:
@@ -289,7 +289,7 @@ def test_of_two_commands_that_change_the_bundle_at_once_the_second_is_refused(
                 write(folder, config)
             refused[what] = found.value
 
-    monkeypatch.setattr("region.signing_keys._require_whole", meanwhile)
+    monkeypatch.setattr("region.trust.signing_keys._require_whole", meanwhile)
     change(folder, config, NOW)
     assert refused.keys() == WRITERS.keys()
     assert all(error.code is Code.CONFLICT for error in refused.values())

@@ -23,7 +23,7 @@ from policy.signed import Purpose, SignedDocument, canonical, decode_body, sign
 from region.bootstrap import issue_identity
 from region.config import load_config
 from region.governance.service import Governance
-from region.held_document import digest_of
+from region.trust.held_document import digest_of
 
 NAME = StreamName.parse(STREAM)
 MORE: dict[str, tuple[Kind, bool]] = {

@@ -4,8 +4,8 @@ import pytest
 
 from felix.errors import RequestError
 from policy.quantity import Size
-from region.budget import Budget, Budgets
 from region.config import VIEW_BUDGET_BYTES_MIN, LimitsConfig
+from region.limits.budget import Budget, Budgets
 
 
 def test_a_budget_refuses_what_does_not_fit_and_takes_nothing_then() -> None:

@@ -29,10 +29,10 @@ from keys.bundle import (
 )
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
-from region import signing_keys
 from region.bootstrap import trust_region
-from region.bundle_room import require_room
 from region.folder import RegionFolder
+from region.trust import signing_keys
+from region.trust.bundle_room import require_room
 
 PER_REGION = AUDIT_KEYS_MAX - 1
 OWN = ["us-east.acme/audit", "us-east.acme/bridge/us-to-eu"]

@@ -35,13 +35,13 @@ from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, sa
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.bootstrap import add_log_keys, issue_identity
-from region.changed_log_key import unsaid_log_key
 from region.config import RegionConfig, load_config
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 from region.folder import RegionFolder
-from region.log_keys import change_log_keys
-from region.signing_key_leaves import key_id_of
-from region.signing_keys import change_signing_keys
+from region.trust.changed_log_key import unsaid_log_key
+from region.trust.log_keys import change_log_keys
+from region.trust.signing_key_leaves import key_id_of
+from region.trust.signing_keys import change_signing_keys
 
 NOW = 1_900_000_000_000
 ISSUED = 1_796_000_000_000
@@ -350,7 +350,7 @@ def test_a_change_that_was_broken_off_is_finished_by_the_next_call(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr("region.log_keys._put_in_place", lambda _: 1 / 0)
+        broken.setattr("region.trust.log_keys._put_in_place", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             change_log_keys(home.folder, home.config, NOW)
     with pytest.raises(RequestError, match="and no further"):
@@ -540,7 +540,7 @@ def test_a_copy_of_before_ends_no_keys_of_a_log_that_lies_here(home: Home, tmp_p
 @pytest.mark.parametrize("lost", ["audit.pem", "audit.mldsa.pem"])
 def test_where_one_of_a_logs_new_keys_is_lost_it_is_said_and_there_is_a_way_on(home: Home, lost: str) -> None:
     with pytest.MonkeyPatch.context() as broken, pytest.raises(ZeroDivisionError):
-        broken.setattr("region.log_keys._put_in_place", lambda *_: 1 / 0)
+        broken.setattr("region.trust.log_keys._put_in_place", lambda *_: 1 / 0)
         change_log_keys(home.folder, home.config, NOW)
     home.folder.audit_key.with_name(f"new.{lost}").unlink()
     for _ in range(2):
@@ -665,7 +665,7 @@ def test_where_lost_keys_were_replaced_the_leaf_comes_wherever_it_was_cut_off(
     size = len(home.leaves())
     lose_keys(home)
     with monkeypatch.context() as broken:
-        broken.setattr(f"region.log_keys.{step}", lambda *_: 1 / 0)
+        broken.setattr(f"region.trust.log_keys.{step}", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             change_log_keys(home.folder, home.config, NOW, lost_keys=True)
     named = home.bundle()

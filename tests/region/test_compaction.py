@@ -14,10 +14,10 @@ from felix.batch import TOMBSTONE_HEADER
 from felix.errors import Code, RequestError
 from felix.runtime.real import now_ms
 from felix.settings import Compaction, Offload, Views
-from region import stream_settings
 from region.folder import RegionFolder
 from region.log.segment_limits import SegmentLimits
 from region.node import Node
+from region.streams import settings as stream_settings
 
 SEATS = "acme/ops/seats"
 

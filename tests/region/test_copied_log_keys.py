@@ -26,7 +26,9 @@ from felix.errors import Code, FelixError, RequestError, TamperError, Unavailabl
 from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
-from region.changed_log_key import (
+from region.config import ClusterBroker, ClusterConfig, MetadataConfig, load_config
+from region.copied_log import NO_AUDIT
+from region.trust.changed_log_key import (
     LOG_KEY_CHANGED,
     WORDS_MAX,
     EndedLogKey,
@@ -39,11 +41,9 @@ from region.changed_log_key import (
     with_word,
     word_of,
 )
-from region.config import ClusterBroker, ClusterConfig, MetadataConfig, load_config
-from region.copied_log import NO_AUDIT
-from region.log_keys import change_log_keys
-from region.signing_key_leaves import key_id_of
-from region.signing_keys import change_signing_keys
+from region.trust.log_keys import change_log_keys
+from region.trust.signing_key_leaves import key_id_of
+from region.trust.signing_keys import change_signing_keys
 
 NOW = 1_900_000_000_000
 NAMES = ("b1", "b2", "b3")
@@ -253,7 +253,7 @@ def test_nothing_is_told_where_the_bundle_cannot_be_signed(
         raise RequestError("The bundle has no room.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("region.log_keys.sign_bundle", full)
+        patch.setattr("region.trust.log_keys.sign_bundle", full)
         home.refused("no room")
     assert home.change() == 4
 
@@ -368,9 +368,9 @@ def test_a_folder_of_before_on_another_machine_makes_no_second_keys_for_what_com
 
 
 OPERATIONS: tuple[tuple[str, str], ...] = (
-    ("region.log_keys", "save_signing_key"),
-    ("region.log_keys", "save_ml_dsa_key"),
-    ("region.log_keys", "replace_file"),
+    ("region.trust.log_keys", "save_signing_key"),
+    ("region.trust.log_keys", "save_ml_dsa_key"),
+    ("region.trust.log_keys", "replace_file"),
     ("pathlib.Path", "replace"),
     ("pathlib.Path", "unlink"),
 )
@@ -432,7 +432,7 @@ def test_where_one_of_the_new_keys_is_lost_it_is_said_and_there_is_a_way_on(home
     for name in NAMES:
         home.copy(name, leaves_of(4))
     with pytest.MonkeyPatch.context() as broken, pytest.raises(ZeroDivisionError):
-        broken.setattr("region.log_keys._put_in_place", lambda *_: 1 / 0)
+        broken.setattr("region.trust.log_keys._put_in_place", lambda *_: 1 / 0)
         home.change()
     home.folder.audit_key.with_name("new.audit.mldsa.pem").unlink()
     for _ in range(2):
@@ -583,7 +583,7 @@ def test_nothing_is_told_while_a_change_of_signing_keys_is_not_finished(home: Ho
     for name in NAMES:
         home.copy(name, leaves_of(4))
     with pytest.MonkeyPatch.context() as broken, pytest.raises(ZeroDivisionError):
-        broken.setattr("region.signing_keys._put_in_place", lambda *_: 1 / 0)
+        broken.setattr("region.trust.signing_keys._put_in_place", lambda *_: 1 / 0)
         change_signing_keys(home.folder, home.config, NOW)
     assert "felix region change-signing-keys" in home.refused("was cut off").hint
     change_signing_keys(home.folder, home.config, NOW + 1)

@@ -22,8 +22,8 @@ from audit.trail import Trail, TrailSettings
 from felix.batch import Batch, decode_payloads
 from felix.errors import FelixError
 from felix.runtime.real import REAL
-from region import audit_log
-from region.audit_log import CHECKPOINTS, CHECKPOINTS_BYTES, AuditLog, Leading, _Checkpoint
+from region.evidence import audit_log
+from region.evidence.audit_log import CHECKPOINTS, CHECKPOINTS_BYTES, AuditLog, Leading, _Checkpoint
 
 EU, AP, OUT = witness_signer(), witness_signer("ap-south.acme/witness", 7), witness_signer("w.example/w", 8)
 ALL = (EU.key, AP.key, OUT.key)

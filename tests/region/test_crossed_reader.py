@@ -15,7 +15,7 @@ from audit.crossed import OffsetSet
 from audit.position import ShardName
 from audit.trail import Trail
 from policy.truncation import Live
-from region.crossed_reader import CrossedReader
+from region.evidence.crossed_reader import CrossedReader
 
 LIVES = (Live(b"1" * 16, None),)
 
@@ -33,9 +33,9 @@ async def test_whoever_opens_again_and_again_costs_one_thread(
         under_way[0] -= 1
         return OffsetSet()
 
-    monkeypatch.setattr("region.crossed_reader.crossed_before", slow)
+    monkeypatch.setattr("region.evidence.crossed_reader.crossed_before", slow)
     trail = Trail.open(tmp_path, log_signer(INGRESS_ORIGIN))
-    monkeypatch.setattr("region.crossed_reader.REST", 0)
+    monkeypatch.setattr("region.evidence.crossed_reader.REST", 0)
     reader = CrossedReader(trail)
     names = [ShardName("us-east", "eu-west", STREAM, shard, STREAM) for shard in range(2)]
     for name in names * 4:
@@ -64,8 +64,8 @@ async def test_whoever_asks_for_many_reads_keeps_nobody_else_waiting_for_them(
         assert go_on.wait(30)
         return OffsetSet()
 
-    monkeypatch.setattr("region.crossed_reader.crossed_before", slow)
-    monkeypatch.setattr("region.crossed_reader.REST", 0)
+    monkeypatch.setattr("region.evidence.crossed_reader.crossed_before", slow)
+    monkeypatch.setattr("region.evidence.crossed_reader.REST", 0)
     trail = Trail.open(tmp_path, log_signer(INGRESS_ORIGIN))
     reader = CrossedReader(trail)
     greedy = [ShardName("us-east", "eu-west", "acme/ops/greedy", shard, STREAM) for shard in range(20)]
@@ -95,8 +95,8 @@ async def test_a_bridge_rests_longer_than_its_reads_take(
         now[0] += 2.0
         return OffsetSet()
 
-    monkeypatch.setattr("region.crossed_reader.asyncio.sleep", sleep)
-    monkeypatch.setattr("region.crossed_reader.asyncio.to_thread", to_thread)
+    monkeypatch.setattr("region.evidence.crossed_reader.asyncio.sleep", sleep)
+    monkeypatch.setattr("region.evidence.crossed_reader.asyncio.to_thread", to_thread)
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
     for shard in range(2):
         await reader.read("one", ShardName("us-east", "eu-west", STREAM, shard, STREAM), LIVES)

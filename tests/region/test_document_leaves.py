@@ -19,12 +19,12 @@ from audit.trail import Trail as RealTrail
 from felix.errors import CorruptionError
 from felix.names import SpiffeId, StreamName
 from policy.grant import GrantBook
-from region import document_log
-from region.document_log import KNOWN_MS_MAX, DocumentLog
+from region.evidence import document_log
+from region.evidence.document_log import KNOWN_MS_MAX, DocumentLog
 from region.governance import leaves as leaves_module
 from region.governance.leaves import DocumentLeaves
-from region.held_document import digest_of
-from region.signing_key_leaves import KeyLeaf, LoggedKey, key_id_of
+from region.trust.held_document import digest_of
+from region.trust.signing_key_leaves import KeyLeaf, LoggedKey, key_id_of
 
 OPERATOR = SpiffeId("us-east", "acme", "operator", "alice")
 DOCUMENT = signed_grant().export

@@ -9,7 +9,7 @@ import pytest
 
 from felix.errors import Code, RequestError
 from felix.names import SpiffeId
-from region.document_watch import WAIT_MS_MAX, DocumentWatch
+from region.governance.document_watch import WAIT_MS_MAX, DocumentWatch
 
 OURS = SpiffeId("us-east", "acme", "bridge", "us-to-eu")
 OTHER = SpiffeId("us-east", "acme", "bridge", "us-to-ap")
@@ -40,7 +40,7 @@ async def at_once(wait: Awaitable[None]) -> None:
 
 
 async def test_a_wait_ends_with_a_change_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("region.document_watch.COLLECT_S", 0)
+    monkeypatch.setattr("region.governance.document_watch.COLLECT_S", 0)
     shown = Shown()
     watch = DocumentWatch(shown)
     known = watch.revision(OURS)
@@ -76,7 +76,7 @@ async def test_a_wait_without_a_change_ends_with_its_time() -> None:
 
 
 async def test_who_may_list_no_more_is_refused_at_the_next_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("region.document_watch.COLLECT_S", 0)
+    monkeypatch.setattr("region.governance.document_watch.COLLECT_S", 0)
     shown = Shown()
     watch = DocumentWatch(shown)
     waiting = asyncio.ensure_future(watch.wait(OURS, watch.revision(OURS), WAIT_MS_MAX))
@@ -89,7 +89,7 @@ async def test_who_may_list_no_more_is_refused_at_the_next_change(monkeypatch: p
 
 
 async def test_a_broker_that_stops_answers_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("region.document_watch.COLLECT_S", 0)
+    monkeypatch.setattr("region.governance.document_watch.COLLECT_S", 0)
     watch = DocumentWatch(Shown())
     waiting = asyncio.ensure_future(watch.wait(OURS, watch.revision(OURS), WAIT_MS_MAX))
     await asyncio.sleep(0)
@@ -99,7 +99,7 @@ async def test_a_broker_that_stops_answers_whoever_waits(monkeypatch: pytest.Mon
 
 
 async def test_many_waits_of_one_identity_cost_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("region.document_watch.COLLECT_S", 0)
+    monkeypatch.setattr("region.governance.document_watch.COLLECT_S", 0)
     shown = Shown()
     watch = DocumentWatch(shown)
     known = watch.revision(OURS)

@@ -22,7 +22,6 @@ from felix.errors import Code, CorruptionError, RequestError
 from felix.names import StreamName
 from keys.errors import KeyDestroyedError, KeyProviderError
 from keys.keyring import ROOTS, Keyring, create_keyring, open_keyring
-from region.erasure import Erasure, KeyringDestruction
 from region.folder import RegionFolder
 from region.metadata.catalog import Catalog
 from region.metadata.destroyed_keys import DestroyedKeys, Held
@@ -30,6 +29,7 @@ from region.metadata.memory import MemoryStore
 from region.metadata.records import DestroyedKey, StreamConfig
 from region.metadata.transaction import Compare, TransactResult, Write
 from region.node import Node
+from region.streams.erasure import Erasure, KeyringDestruction
 
 CREW = StreamName.parse("acme/ops/crew")
 KEPT = StreamName.parse("acme/ops/kept")
@@ -353,7 +353,7 @@ async def test_whoever_deletes_may_go_while_the_leaf_is_on_its_way(tmp_path: Pat
 async def test_a_key_whose_logs_were_open_is_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("region.erasure.AGAIN_S", 0.01)
+    monkeypatch.setattr("region.streams.erasure.AGAIN_S", 0.01)
     world = World(tmp_path)
     await world.has_stream(CREW, LIFE)
     await world.catalog.delete_stream(CREW, deleted_ms=2, by=OPERATOR)
@@ -453,7 +453,7 @@ async def test_a_record_that_gets_no_leaf_keeps_no_other_from_its_own(tmp_path: 
 async def test_a_key_that_cannot_be_destroyed_yet_is_not_said_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("region.erasure.WAIT_S", 0.01)
+    monkeypatch.setattr("region.streams.erasure.WAIT_S", 0.01)
     world = World(tmp_path)
     await world.has_stream(CREW, LIFE)
     mark = await world.catalog.delete_stream(CREW, deleted_ms=2, by=OPERATOR)

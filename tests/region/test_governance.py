@@ -37,8 +37,8 @@ from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, decode_body
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.denials import DENY_LEAVES_MAX, _Denied
-from region.export import ExportService
+from region.crossing.export import ExportService
+from region.governance.denials import DENY_LEAVES_MAX, _Denied
 from region.governance.held_documents import HeldDocuments
 from region.governance.service import CUT_OFF_MS_MAX, Governance
 from region.metadata.catalog import Catalog
@@ -445,8 +445,8 @@ async def test_one_bridge_cannot_report_for_the_link_of_another(mesh: Mesh) -> N
 async def test_who_reported_longest_ago_makes_room_on_the_board_of_links(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("region.export.BRIDGES_MAX", 2)
-    monkeypatch.setattr("region.export.LINKS_MAX", 2)
+    monkeypatch.setattr("region.crossing.export.BRIDGES_MAX", 2)
+    monkeypatch.setattr("region.crossing.export.LINKS_MAX", 2)
     node = mesh.nodes["us-east"]
     export = ExportService(node.broker, node.services.governance, *[cast(Any, None)] * 2)
     for number in (1, 2, 1, 3):

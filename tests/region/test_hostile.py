@@ -361,7 +361,7 @@ async def test_subscriptions_come_and_go_without_growth(node: Node, operator: fe
 
 
 async def test_a_handshake_that_is_never_finished_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("region.session.HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("region.session.client_session.HANDSHAKE_TIMEOUT_S", 0.3)
     async with raw_peer(node.folder, node.address, proved=False) as peer:
         peer.open_control()
         peer.send(HELLO)

@@ -16,15 +16,15 @@ from felix.batch import NewRecord, encode_batch
 from felix.errors import FelixError
 from felix.names import SpiffeId, StreamName
 from felix.storage.memory import MemoryDisk
-from region.budget import Budgets
-from region.hosted_stream import HostedStream
-from region.ingest import IngestService, IngestStream
-from region.landings import ASKS_S, Landings
+from region.crossing.ingest import IngestService, IngestStream
+from region.crossing.landings import ASKS_S, Landings
+from region.limits.budget import Budgets
 from region.log.directory import LogDirectory
 from region.log.errors import StorageFailedError
 from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
 from region.metadata.records import Stream, StreamConfig
-from region.streams import StreamTable
+from region.streams.hosted import HostedStream
+from region.streams.table import StreamTable
 
 
 class Feeding:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from felix.errors import Code, CorruptionError, RequestError
-from region.link_slot import (
+from region.crossing.link_slot import (
     ENVELOPES_MAX,
     Landed,
     LinkRecord,

@@ -12,14 +12,14 @@ from felix.errors import Code, RequestError
 from keys.bundle import RegionBundle, decode_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
-from region import log_key_store
-from region.changed_log_key import ended_word
 from region.cluster.audit_home import AuditHome
 from region.cluster.records import ClusterKeys
-from region.log_key_store import require_log_key_of_now, require_stopped, tell_ended, told_successor
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.transaction import Delete, Put
+from region.trust import log_key_store
+from region.trust.changed_log_key import ended_word
+from region.trust.log_key_store import require_log_key_of_now, require_stopped, tell_ended, told_successor
 
 NEXT = b"n" * 32
 

@@ -18,7 +18,6 @@ from cli.main import app
 from felix.errors import Code, RequestError
 from felix.runtime.real import now_ms
 from felix.settings import Offload, Views
-from region import stream_settings
 from region.config import StorageConfig
 from region.folder import RegionFolder
 from region.log import fsspec_store as store
@@ -26,6 +25,7 @@ from region.log.offload import decode_manifest, encode_manifest
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardLog
 from region.node import Node
+from region.streams import settings as stream_settings
 
 ROLLS = "acme/ops/rolls"
 

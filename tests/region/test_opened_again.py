@@ -22,14 +22,14 @@ from felix.names import StreamName
 from felix.runtime.simulated import SimulatedLoop, simulated
 from felix.settings import Deduplication, Durability, Views
 from felix.storage.memory import MemoryDisk
-from region.budget import Budgets
-from region.hosted_stream import HostedStream
+from region.limits.budget import Budgets
 from region.log.companions import JournalKind
 from region.log.directory import LogDirectory
 from region.log.message_ids import MessageIds
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import Stream, StreamConfig
-from region.streams import StreamTable
+from region.streams.hosted import HostedStream
+from region.streams.table import StreamTable
 
 NAME = StreamName.parse("acme/payments/orders")
 DATA = Path("/felix/data")
@@ -37,7 +37,7 @@ JOURNAL = JournalKind.QUEUE.number(0)
 
 
 class Elections:
-    """What a broker of several leads (region.hosted_stream.Leading): a stream of one copy, in one epoch or not."""
+    """What a broker of several leads (region.streams.hosted.Leading): a stream of one copy, in one epoch or not."""
 
     epoch = 3
 

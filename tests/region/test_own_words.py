@@ -17,7 +17,7 @@ from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_st
 from policy.signed import SignedDocument, verify
 from region.governance.lasting import LastingDocuments, accepted_by_leaf
 from region.governance.own_words import OwnWords
-from region.held_document import HeldDocument, digest_of
+from region.trust.held_document import HeldDocument, digest_of
 
 END = 6
 FORMER, NOW, STRANGER = (SigningKey.generate() for _ in range(3))

@@ -16,7 +16,7 @@ from document_logs import opened
 from audit.position import Positions
 from audit.trail import Trail
 from felix.storage.memory import MemoryDisk
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 from region.governance import pin_leaves
 from region.governance.pin_leaves import PinLeaves, until_taken
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from felix.names import SpiffeId
-from region.places import FOREIGN_PER_IDENTITY, Places, places_of, refusal
+from region.streams.places import FOREIGN_PER_IDENTITY, Places, places_of, refusal
 
 
 def bridge(name: str, region: str = "eu-west") -> SpiffeId:

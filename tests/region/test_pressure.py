@@ -16,11 +16,11 @@ from felix.batch import decode_batch
 from felix.frames import CONTROL_BYTES_MAX, Credit, FrameType, decode_gap
 from felix.messages import DescribeRegion, ListStreams, OpenPublisher, Start, Subscribe, Subscribed
 from policy.quantity import Size
-from region.budget import Budget
 from region.config import LimitsConfig
 from region.folder import RegionFolder
+from region.limits.budget import Budget
 from region.node import Node
-from region.session import BACKLOG_BYTES_MAX, PUBLISH_WINDOW_BYTES, REQUESTS_MAX, STREAMS_MAX
+from region.session.client_session import BACKLOG_BYTES_MAX, PUBLISH_WINDOW_BYTES, REQUESTS_MAX, STREAMS_MAX
 
 CREW = "acme/ops/crew"
 CREDIT_MIN = (1 << 20) + 12
@@ -300,7 +300,7 @@ async def test_a_client_that_asks_and_does_not_hear_is_sent_away(
     """Answers are bounded too: here the peer takes no datagram up, so that hardly one of them leaves."""
     limit = 4 << 20  # below the limit in force, since a peer that hears nothing soon stops sending
     assert limit < BACKLOG_BYTES_MAX
-    monkeypatch.setattr("region.session.BACKLOG_BYTES_MAX", limit)
+    monkeypatch.setattr("region.session.client_session.BACKLOG_BYTES_MAX", limit)
     for at in range(20):
         await operator.create_stream(
             f"acme/ops/wide-{at}", shards=45, durability=Durability("ephemeral"), ring_bytes=1 << 20

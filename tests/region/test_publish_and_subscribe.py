@@ -28,7 +28,7 @@ from felix.messages import (
 from felix.names import shard_for_key
 from region.folder import RegionFolder
 from region.node import Node
-from region.stream_settings import SHARD_BYTES
+from region.streams.settings import SHARD_BYTES
 
 CREW = "acme/ops/crew"
 KINDS = [Durability("fsync"), Durability("interval", 20), Durability("ephemeral")]

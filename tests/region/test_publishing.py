@@ -20,8 +20,8 @@ from felix.provenance import PATH_HEADER
 from region.cluster.records import ShardId
 from region.folder import RegionFolder
 from region.node import Node
-from region.publishing import named
 from region.replication.hosted import not_leader
+from region.session.publishing import named
 
 ORDERS = "acme/payments/orders"
 

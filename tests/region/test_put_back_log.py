@@ -9,7 +9,7 @@ import pytest
 from audit_log import REGION_ORIGIN, Link, log_signer
 
 from audit.trail import Trail
-from region.document_log import DocumentLog
+from region.evidence.document_log import DocumentLog
 
 
 class Home:

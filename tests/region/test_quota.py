@@ -8,7 +8,7 @@ import pytest
 
 from felix.errors import Code, RequestError, UnavailableError
 from felix.quota import LIMITS, QuotaLimits
-from region.quota import DEBT_S_MAX, IDLE_MAX, Meter, Quotas
+from region.limits.quota import DEBT_S_MAX, IDLE_MAX, Meter, Quotas
 
 ORDERS = "spiffe://us-east.acme/client/orders-svc"
 

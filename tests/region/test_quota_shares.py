@@ -20,8 +20,8 @@ from felix.identity_file import load_identity
 from felix.quota import QuotaLimits
 from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
-from region.quota import Account, Meter, Quotas
-from region.quota_shares import (
+from region.limits.quota import Account, Meter, Quotas
+from region.limits.quota_shares import (
     ACCOUNTS_TOLD_MAX,
     CLIENTS_TOLD_MAX,
     FLOOR_PARTS,

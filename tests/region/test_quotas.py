@@ -21,10 +21,10 @@ from felix.sync import connect as connect_sync
 from policy.quantity import Rate
 from region.config import IdentityQuota, QuotasConfig, TenantQuota
 from region.folder import RegionFolder
+from region.limits.quota import Meter, Throttle
 from region.metrics import BrokerCollector
 from region.node import Node
-from region.quota import Meter, Throttle
-from region.session import ClientSession
+from region.session.client_session import ClientSession
 
 CREW = "acme/ops/crew"
 ORDERS = "spiffe://us-east.acme/client/orders-svc"

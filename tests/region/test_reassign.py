@@ -13,12 +13,12 @@ import felix
 from felix import UnavailableError
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, NotLeaderError
-from region.hosted_stream import HostedStream
 from region.log.shard import ShardLog
 from region.metadata.records import Stream, StreamConfig
 from region.node import Node
-from region.stream_settings import SHARD_BYTES
-from region.streams import StreamTable
+from region.streams.hosted import HostedStream
+from region.streams.settings import SHARD_BYTES
+from region.streams.table import StreamTable
 
 CREW = felix.StreamName.parse("acme/ops/crew")
 RECORD = Stream(name=str(CREW), incarnation="ab" * 16, created_ms=1, config=StreamConfig(shards=2))

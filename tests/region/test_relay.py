@@ -19,7 +19,7 @@ from felix.messages import OpenRelay, RelayOpened, decode_answer, decode_error, 
 from felix.names import SpiffeId
 from felix.relay import RelayPath
 from felix.transport.port import TransportLimits
-from region.budget import Budget
+from region.limits.budget import Budget
 from region.relay import CONNECTIONS_MAX, RelayService
 
 ORDERS = SpiffeId("us-east", "acme", "client", "orders")

@@ -38,10 +38,13 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.messages import LOGGED_UNTOLD
 from felix.names import SpiffeId, StreamName
 from policy.truncation import Accepted, Live, Truncation
-from region import audit_server, home_leaves, peer_requests
-from region.arrival_index import ArrivalIndex
-from region.audit_port import FoundAck
-from region.audit_requests import (
+from region.copies import peer_requests
+from region.copies.peer_requests import PeerRequest, PeerRequests
+from region.crossing.ingest import IngestService
+from region.evidence import audit_server, home_leaves
+from region.evidence.arrival_index import ArrivalIndex
+from region.evidence.audit_port import FoundAck
+from region.evidence.audit_requests import (
     DIGESTS_MAX,
     AckFound,
     AppendLeaves,
@@ -53,12 +56,10 @@ from region.audit_requests import (
     PassedTold,
     StreamsPassed,
 )
-from region.audit_server import AuditServer
-from region.document_log import DocumentLog
-from region.home_leaves import PASSED_REMEMBERED_MAX, HomeLeaves
-from region.ingest import IngestService
-from region.peer_requests import PeerRequest, PeerRequests
-from region.remote_audit import (
+from region.evidence.audit_server import AuditServer
+from region.evidence.document_log import DocumentLog
+from region.evidence.home_leaves import PASSED_REMEMBERED_MAX, HomeLeaves
+from region.evidence.remote_audit import (
     CLOCK_AHEAD_MS_MAX,
     READS_OF_BRIDGE_MAX,
     REFUSALS_AHEAD_MS_MAX,

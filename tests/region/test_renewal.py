@@ -39,7 +39,7 @@ from region.bootstrap import issue_identity
 from region.config import IdentitiesConfig, KindConfig, load_config
 from region.folder import RegionFolder
 from region.node import Node
-from region.renewal import RENEWALS_MAX, decide
+from region.session.renewal import RENEWALS_MAX, decide
 
 DAY = 86_400_000
 NOW = 1_800_000_000_000

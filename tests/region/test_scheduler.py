@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from region.budget import Budget
+from region.limits.budget import Budget
 from region.scheduler import TURNS_AT_ONCE, FairScheduler, Gate, Rotation
 
 

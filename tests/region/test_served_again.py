@@ -12,10 +12,10 @@ import felix
 from felix import reopening
 from felix.errors import Code
 from felix.names import StreamName
-from region.hosted_stream import HostedStream
 from region.log.errors import StorageFailedError
 from region.log.shard import ShardLog
 from region.node import Node
+from region.streams.hosted import HostedStream
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,21 @@ from keys.key_file import load_signing_key
 from keys.signing import SigningKey
 from region.config import load_config
 from region.folder import RegionFolder
-from region.key_note_store import note_given_up
-from region.log_keys import change_log_keys
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
-from region.signing_key_leaves import ENDED_MAX, LoggedKey, LoggedKeys, given_up, joined, key_id_of, stale_key
-from region.signing_key_note import NOTE_BYTES_MAX, SigningKeyNote, decode_note
-from region.signing_keys import change_signing_keys
+from region.trust.key_note_store import note_given_up
+from region.trust.log_keys import change_log_keys
+from region.trust.signing_key_leaves import (
+    ENDED_MAX,
+    LoggedKey,
+    LoggedKeys,
+    given_up,
+    joined,
+    key_id_of,
+    stale_key,
+)
+from region.trust.signing_key_note import NOTE_BYTES_MAX, SigningKeyNote, decode_note
+from region.trust.signing_keys import change_signing_keys
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from audit.stream_statement import Epoch, StreamStatement
 from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.messages import OpenIngest
 from policy.truncation import Accepted, Live, Truncation, chain
-from region.link_slot import LinkRecord, Position
-from region.stated_link import StatedLink
+from region.crossing.link_slot import LinkRecord, Position
+from region.crossing.stated_link import StatedLink
 
 REGION, STREAM = "us-east", "acme/ops/flights"
 OWN = b"o" * 16

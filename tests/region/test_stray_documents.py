@@ -17,10 +17,10 @@ from audit.document_leaf import DOCUMENT_FILE_BYTES_MAX, document_path, read_doc
 from audit.leaf import LEAF_BYTES_MAX, Header, Kind, Side
 from audit.tile_disk import Folder
 from felix.errors import CorruptionError, TamperError
-from region import audit_log
-from region.audit_log import DOCUMENTS, LEAVES, AuditLog, _Part, _parts
+from region.evidence import audit_log
+from region.evidence.audit_log import DOCUMENTS, LEAVES, AuditLog, _Part, _parts
+from region.evidence.stray_documents import TOLD_MAX, StrayDocuments
 from region.log.point import LogPoint
-from region.stray_documents import TOLD_MAX, StrayDocuments
 
 DOCUMENT = b"a document" * 5_000
 

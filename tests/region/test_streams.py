@@ -19,9 +19,7 @@ from felix.errors import Code, FelixError, UnavailableError
 from felix.names import StreamName
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.tasks import end_tasks
-from region import stream_disks
-from region.budget import Budgets
-from region.hosted_stream import HostedStream
+from region.limits.budget import Budgets
 from region.log.directory import LogDirectory
 from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
@@ -30,8 +28,10 @@ from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import Stream, StreamConfig
-from region.stream_follower import StreamFollower
-from region.streams import SHARDS_AT_ONCE, StreamTable
+from region.streams import disks as stream_disks
+from region.streams.follower import StreamFollower
+from region.streams.hosted import HostedStream
+from region.streams.table import SHARDS_AT_ONCE, StreamTable
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -253,7 +253,7 @@ async def test_a_stream_for_which_there_was_no_room_serves_once_there_is(room: i
 async def test_the_follower_tries_a_stream_again_for_which_there_was_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("region.stream_follower.RETRY_S", 0.01)
+    monkeypatch.setattr("region.streams.follower.RETRY_S", 0.01)
     disk = MemoryDisk()
     streams, directory = table(mounted(disk))
     store = MemoryStore()

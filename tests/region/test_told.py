@@ -6,7 +6,7 @@ import msgspec
 
 from felix.frames import CONTROL_BYTES_MAX
 from felix.messages import RegionState
-from region.told import SENTENCE_MAX, TOLD_BYTES_MAX, told
+from region.session.told import SENTENCE_MAX, TOLD_BYTES_MAX, told
 
 SHORT = [f"{number} is wrong." for number in range(100)]
 

@@ -18,9 +18,9 @@ from felix.names import SpiffeId, StreamName
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.cluster.assignments import Leader
 from region.clustered import Clustered
-from region.hosted_stream import HostedStream
+from region.copies.peer_requests import PeerRequest, PeerRequests
 from region.metadata.records import StreamConfig
-from region.peer_requests import PeerRequest, PeerRequests
+from region.streams.hosted import HostedStream
 from region.transactions import lanes as lanes_module
 from region.transactions.coordinator import Coordinator
 from region.transactions.lane_messages import (

@@ -19,7 +19,7 @@ from felix.storage.port import Files
 from keys.signing import SigningKey
 from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_standing
 from policy.signed import SignedDocument
-from region.trust_store import Memory, Newest, place_of
+from region.trust.trust_store import Memory, Newest, place_of
 
 GRANT, HIGHEST = "g-aaaaaaaaaaaaaaaa", (1 << 53) - 1
 KEYS = {name: SigningKey.generate() for name in ("k1", "k2", "k3")}

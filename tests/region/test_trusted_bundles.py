@@ -9,7 +9,7 @@ from region_home import make_region
 
 from cli.grants import known_bundles
 from felix.errors import RequestError
-from region.trusted_bundles import pinned_bundles
+from region.trust.trusted_bundles import pinned_bundles
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff"])

@@ -11,12 +11,13 @@ import pytest
 
 from felix.names import StreamName
 from felix.settings import Compaction, Offload, Retention, Views
-from region import stream_disks, stream_maintenance
-from region.budget import Budget
-from region.hosted_stream import HostedStream
+from region.limits.budget import Budget
 from region.log.shard import ShardLog
 from region.metadata.records import Stream, StreamConfig
-from region.streams import StreamTable
+from region.streams import disks as stream_disks
+from region.streams import maintenance as stream_maintenance
+from region.streams.hosted import HostedStream
+from region.streams.table import StreamTable
 
 
 class Shard(ShardLog):

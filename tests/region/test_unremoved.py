@@ -14,8 +14,8 @@ from region_home import running, us_east
 from region_peer import client, until
 
 from felix import RequestError
-from region import stream_follower
 from region.folder import RegionFolder
+from region.streams import follower as stream_follower
 
 ORDERS = "acme/ops/orders"
 

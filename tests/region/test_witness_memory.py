@@ -23,12 +23,12 @@ from audit.witness import DiskWitnessStore, ForkError, Witness
 from felix.batch import Batch, decode_payloads
 from felix.errors import Code, FelixError, TamperError, UnavailableError
 from felix.runtime.real import REAL
-from region.audit_log import CHECKPOINTS, CHECKPOINTS_BYTES, AuditLog, Leading, _Checkpoint
+from region.evidence.audit_log import CHECKPOINTS, CHECKPOINTS_BYTES, AuditLog, Leading, _Checkpoint
+from region.evidence.witness_memory import WitnessMemory
 from region.metadata.memory import MemoryStore
 from region.metadata.port import OutcomeUnknownError
 from region.metadata.records import Keys
 from region.metadata.transaction import Delete, Put, TransactResult
-from region.witness_memory import WitnessMemory
 
 NOW_S = 1_760_000_000
 

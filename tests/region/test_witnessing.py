@@ -22,7 +22,7 @@ from felix.errors import UnavailableError
 from felix.names import SpiffeId
 from felix.runtime.real import REAL
 from felix.storage.memory import MemoryDisk
-from region.witnessing import READS_AT_ONCE, Witnessing
+from region.evidence.witnessing import READS_AT_ONCE, Witnessing
 
 ORIGINS = [f"us-east.acme/bridge/b{number}" for number in range(8)]
 BRIDGE = SpiffeId("us-east", "acme", "bridge", "b0")
@@ -126,7 +126,7 @@ async def test_who_has_a_receipt_is_shown_a_checkpoint_of_its_leaf_or_told_that_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A smaller one, with nothing beside it, would say that the log was put back."""
-    monkeypatch.setattr("region.witnessing.COVER_S", 0.2)
+    monkeypatch.setattr("region.evidence.witnessing.COVER_S", 0.2)
     disk = MemoryDisk()
     trail, logged = opened(disk)
     trail._settings = TrailSettings(checkpoint_interval_ms=3_600_000)

@@ -41,7 +41,8 @@ from region.cluster.node_file import NodeFile
 from region.cluster.records import Health, ShardId, ShardRecord
 from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
-from region.copied_frames import CopiedFrames
+from region.copies.copied_frames import CopiedFrames
+from region.copies.peer_requests import PeerRequests
 from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
 from region.log.scrub import Scrub
@@ -49,7 +50,6 @@ from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.metadata.port import MetadataStore
-from region.peer_requests import PeerRequests
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import BEGINNING, EpochStart
 from region.replication.host import ReplicaHost

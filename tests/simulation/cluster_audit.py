@@ -1,7 +1,7 @@
 """A shard of the simulated cluster as an audit log: its leader signs checkpoints over the leaves that are committed, and a checkpoint is committed
 itself, to the log beside, before it is shown (0112). Whoever leads next begins with the newest one (19, R13).
 
-A model of region.audit_log around the real cores: leaves are the records, a root is what they say.
+A model of region.evidence.audit_log around the real cores: leaves are the records, a root is what they say.
 """
 
 from __future__ import annotations

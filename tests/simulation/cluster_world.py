@@ -67,10 +67,10 @@ from region.cluster.transactions import (
     open_again,
 )  # fmt: skip
 from region.cluster.view import ClusterView
+from region.copies.replicas import GIVE_UP_S
 from region.log.point import LogPoint
 from region.metadata.transaction import Change, Put, Snapshot, TransactResult
 from region.reconciliation import FolderReport, LogTold, ShardTold
-from region.replicas import GIVE_UP_S
 from region.replication.core import ReplicaCore
 from region.replication.history import BEGINNING, History
 from region.replication.leader import DETACHED_MS

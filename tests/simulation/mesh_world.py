@@ -43,9 +43,9 @@ from keys.file_provider import FileKeyProvider
 from keys.keyring import Keyring
 from keys.store import KeyStore, MemoryKeyStore
 from policy.grant import StandingAction
-from region.budget import Budget
 from region.config import load_config
 from region.folder import RegionFolder
+from region.limits.budget import Budget
 from region.metadata.memory import MemoryStore
 from region.node import Node
 from region.startup.ground import Machine

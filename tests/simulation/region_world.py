@@ -33,10 +33,10 @@ from felix.transaction_messages import TRANSACTIONS_STREAM
 from felix.transport.port import ServerTls, TransportLimits
 from keys.authority import RegionAuthority, create_authority
 from region.broker import Broker
-from region.budget import Budget, Budgets
 from region.cache import watch
 from region.cache.service import CacheService
 from region.config import RegionConfig
+from region.limits.budget import Budget, Budgets
 from region.log.directory import LogDirectory
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
@@ -45,10 +45,10 @@ from region.metadata.records import StreamConfig
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
 from region.relay import RelayService
-from region.requests import Requests, ViewTraffic
-from region.session import ClientSession, Services
-from region.stream_follower import StreamFollower
-from region.streams import StreamTable
+from region.session.client_session import ClientSession, Services
+from region.session.requests import Requests, ViewTraffic
+from region.streams.follower import StreamFollower
+from region.streams.table import StreamTable
 from region.subscriptions.service import SubscriptionService
 from region.transactions.applier import Participant
 from region.transactions.coordinator import Coordinator

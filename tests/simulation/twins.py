@@ -23,10 +23,10 @@ from felix.batch import Batch
 from felix.storage.memory import MemoryFiles
 from keys.envelope import BatchSealer
 from policy.grant import GrantBook, Standing, StandingAction
-from region import stated_link
-from region.budget import Budget
 from region.cache.state import CacheState
+from region.crossing import stated_link
 from region.gather import Done, ignore
+from region.limits.budget import Budget
 from region.log import recovery
 from region.log.producers import Decision, ProducerTable, Verdict
 from region.queue.state import QueueState

@@ -29,7 +29,7 @@ from felix.runtime.simulated import WORK_S_MAX, SimulatedClock, SimulatedLoop, S
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.transport.memory import MemoryEngine, MemoryNetwork, Path
 from felix.transport.port import Engine
-from region.budget import Budget
+from region.limits.budget import Budget
 
 START_MS: Final = 1_800_000_000_000
 FAULTS_MAX: Final = 5

@@ -46,8 +46,8 @@ from felix.errors import Code, RequestError
 from felix.messages import PutRights
 from felix.runtime.real import now_ms
 from felix.settings import Compaction, Durability, Views
-from region import stream_settings
 from region.log.segment_limits import SegmentLimits
+from region.streams import settings as stream_settings
 
 SCHEMA = StructType().add("offset", LongType()).add("value", BinaryType())
 ALL = ReadAllAvailable()

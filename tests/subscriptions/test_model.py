@@ -28,17 +28,17 @@ from felix.ranges import RangeSet
 from felix.settings import Durability, Retries, SubscriptionSettings
 from felix.transport.port import TransportLimits
 from region.broker import Broker
-from region.budget import Budgets
 from region.config import RegionConfig
 from region.delivery import Subscription
+from region.limits.budget import Budgets
+from region.limits.quota import Throttle
 from region.log.directory import LogDirectory
 from region.log.shard import Appended
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import StreamConfig
-from region.quota import Throttle
-from region.streams import StreamTable
+from region.streams.table import StreamTable
 from region.subscriptions.progress import Redelivered
 from region.subscriptions.service import SubscriptionService
 from region.subscriptions.subscription import DurableSubscription

@@ -15,10 +15,10 @@ from region_peer import until
 from felix.batch import NewRecord, Record, encode_batch
 from felix.names import StreamName
 from region.folder import RegionFolder
-from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.metadata.records import StreamConfig
 from region.node import Node
+from region.streams.hosted import HostedStream
 from region.views.dead_letter import (
     DEAD_ATTEMPTS,
     DEAD_GONE,

@@ -1,0 +1,1 @@
+"""A client's session at a broker: who may ask what, and what is answered."""
