@@ -64,7 +64,7 @@ def _set(*names: str) -> frozenset[str]:
 
 PAPERS: Final = _set("GRANT", "ACCEPT", "APPROVE", "STANDING", "DENY_ENTRY", "REVOKE", "POLICY")
 CROSSING: Final = _set("INTENT", "ACK", "WITHHELD", "GAP")
-EVENTS: Final = _set("DENY", "KEY", "SEAL")
+EVENTS: Final = _set("DENY", "KEY", "SEAL", "UNCLEAN")
 
 CAN: Final = (
     Rule(

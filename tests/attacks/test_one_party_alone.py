@@ -42,6 +42,7 @@ from audit.merkle import Tree, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note
 from audit.receipt import read_unverified, sign_receipt
 from audit.tile import MemoryFiles, bundle_path, encode_bundle, tile_path
+from audit.unclean_leaf import UncleanElection, unclean_leaf
 from audit.verify import verify_log
 from felix.errors import FelixError
 from policy import residency
@@ -112,6 +113,13 @@ def world() -> tuple[tuple[str, tuple[Leaf, ...]], ...]:
         stream="acme/ops/crew", incarnation=b"g" * 16,
     )  # fmt: skip
     seal = event(Kind.SEAL, Side.EGRESS, "us-east", seal_file="register.parquet", seal_sha256=b"s" * 32)
+    given_up = unclean_leaf(
+        UncleanElection(
+            stream="acme/ops/crew", incarnation="67" * 16, shard=0, epoch=9, election="0123456789abcdef", cause="recovered",
+            leader="b2", end=20, given_up=("b1",), by=OPERATOR,
+        ),
+        region="us-east", time_ms=TIME_MS, writer=OPERATOR,
+    )  # fmt: skip
     denied_there = Leaf(
         msgspec.structs.replace(
             deny.header, side=Side.INGRESS, destination_region="eu-west", actor=BRIDGE, action="ingest"
@@ -123,7 +131,7 @@ def world() -> tuple[tuple[str, tuple[Leaf, ...]], ...]:
             *last(Side.EGRESS),
         ],
         INGRESS: [*papers[Side.INGRESS], *documents(Side.INGRESS), *arrived, denied_there, *last(Side.INGRESS)],
-        REGION: [*papers[Side.EGRESS], *documents(Side.EGRESS), deny, made, destroyed, *last(Side.EGRESS)],
+        REGION: [*papers[Side.EGRESS], *documents(Side.EGRESS), deny, made, destroyed, given_up, *last(Side.EGRESS)],
     }  # fmt: skip
     return tuple((name, tuple(leaves)) for name, leaves in logs.items())
 
@@ -260,8 +268,10 @@ def changed(leaf: Leaf, field: str, signers: dict[str, Any]) -> Iterator[Leaf]:
 
         from policy.approval import parse_document
 
-        document = parse_document(header.document)
+        document = None if header.kind is Kind.UNCLEAN else parse_document(header.document)
         forged = [b"", b"{}"]
+        if document is None:
+            forged.append(header.document.replace(b'"leader":"b2"', b'"leader":"b3"'))
         if isinstance(document, SignedDocument):
             for region in signers["policies"]:
                 for old, new in (

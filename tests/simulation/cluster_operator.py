@@ -88,8 +88,11 @@ class Operator:
 
     def _drain(self, broker: str, *, on: bool, partly: bool) -> None:
         """As `Clustered.drain`: refused where copies would have nowhere to go."""
-        if self.gone is not None and broker == self.gone.name and not on:
-            return
+        if self.gone is not None and broker == self.gone.name:
+            # A refusal must not take the place of the word that lets it go.
+            if not on:
+                return
+            partly = True
         self._word[broker] = number = self._word.get(broker, 0) + 1
 
         def made(view: ClusterView) -> Transaction | Refusal | None:
