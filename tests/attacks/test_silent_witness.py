@@ -21,7 +21,7 @@ from bridge.agent import Agent
 from felix.messages import CheckpointAnswer, Witnessed
 from felix.names import SpiffeId
 
-Witnessing = region.witnessing.Witnessing
+Witnessing = region.evidence.witnessing.Witnessing
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from audit_log import EGRESS_ORIGIN, egress_appends, log_signer, trust
 from crossing_logs import DEPARTURES, ORDERS, START_MS, World, write_log, write_world
 from slow_runs import only_slow
 
+import audit.unclean_leaf
 import audit.verify
 from audit.agreement import Agreements
 from audit.checkpoint import note_size
@@ -55,6 +56,7 @@ def failing(
 QUESTIONS: dict[str, tuple[int, Any, str, Callable[..., Header | None]]] = {
     "read": (6, audit.verify, "decode_leaf", lambda data: decode_leaf(data).header),
     "place": (6, Origin, "misplaced", lambda _, header: header),
+    "unclean": (6, audit.unclean_leaf, "mistake", lambda header: header),
     "document": (10, Agreements, "take", lambda _, __, leaf, ___: leaf.header),
     "terms": (7, Agreements, "judge", lambda _, header: header),
     "named": (7, Agreements, "named", lambda _, header: header),
@@ -93,15 +95,18 @@ def test_what_fails_at_one_leaf_is_told_of_it_and_stops_nothing(
             ), (kind.name, name, told_of)
             # Nobody's mistake hides here, and what a leaf says moves no terminal.
             assert "test_unjudged.py" in caplog.text and "\x1b" not in caplog.text
-            assert report.steps[5].checked == len(leaves) and report.steps[9].checked == sum(
-                leaf.header.document_sha256 != b"" for leaf in leaves
-            ) - (name == "read" and leaves[index].header.document_sha256 != b"")
+            signed = [
+                leaf.header.document_sha256 != b"" and leaf.header.kind is not Kind.UNCLEAN for leaf in leaves
+            ]
+            assert report.steps[5].checked == len(leaves) and report.steps[9].checked == sum(signed) - (
+                name == "read" and signed[index]
+            )
             tally(f"{log}: questions that failed at a leaf", 1)
     assert (
         asked
         == {
-            EGRESS: set(QUESTIONS),
-            INGRESS: set(QUESTIONS) - {"named", "receipt"},
+            EGRESS: set(QUESTIONS) - {"unclean"},
+            INGRESS: set(QUESTIONS) - {"named", "receipt", "unclean"},
             REGION: set(QUESTIONS) - {"terms", "named", "receipt"},
         }[log]
     )

@@ -101,7 +101,7 @@ class Queue(View):
         record = self.state.tracked[offset]
         self.state._ready[record.priority].remove(offset)
         self.state._ready[record.priority].appendleft(offset)
-        self.state.lease(record, 1_000, 1)
+        self.state.lease(record, 1_000, 1, 0)
         self.write(self.state.leased([record], 1_000, 1))
         entry, _ = self.state.ack([(offset, 1, record.token)], 0)
         self.write(entry)
