@@ -83,7 +83,8 @@ assert _ENTRY.size == ENTRY_BYTES
 Buffer = bytes | bytearray | memoryview
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
-Sentence = Annotated[str, msgspec.Meta(max_length=2_048)]
+SENTENCE_CHARS_MAX: Final = 2_048
+Sentence = Annotated[str, msgspec.Meta(max_length=SENTENCE_CHARS_MAX)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Offset = Annotated[int, msgspec.Meta(ge=0, le=OFFSET_MAX)]
 TIME_MS_MAX: Final = 253_402_300_799_999

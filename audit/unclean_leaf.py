@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, Self
 
 import msgspec
 
-from audit.leaf import INCARNATION_BYTES, Header, Kind, Leaf, Side
+from audit.leaf import INCARNATION_BYTES, SENTENCE_CHARS_MAX, Header, Kind, Leaf, Side
 from felix.errors import CorruptionError, RequestError, of_later_release, why_undecoded
 from felix.names import SpiffeId, StreamName, parse_region
 
@@ -88,15 +88,16 @@ class UncleanElection(
 
     @property
     def sentence(self) -> str:
-        """For a person."""
+        """For a person: as much as a leaf holds of it. The statement has the rest."""
         has = "" if self.end is None else f", whose copy ends before record {self.end},"
         up = ", ".join(self.given_up) or "nobody's copy"
         off = " (said to be powered off)" if self.powered_off and self.given_up else ""
         why = f" {self.why[:1].upper()}{self.why[1:]}." if self.why else ""
-        return (
+        text = (
             f"Broker {self.leader}{has} leads shard {self.shard} of {self.stream} from epoch {self.epoch} on, and may lack what was acknowledged before. "
             f"Given up: {up}{off}.{why}"
         )
+        return text if len(text) <= SENTENCE_CHARS_MAX else f"{text[: SENTENCE_CHARS_MAX - 1]}…"
 
 
 def unclean_leaf(said: UncleanElection, *, region: str, time_ms: int, writer: str) -> Leaf:

@@ -16,6 +16,7 @@ from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.ledger import Ledger
 from bridge.link import LinkEvent
+from bridge.places import Places
 from bridge.plan import PlannedLink
 from bridge.tracing import CrossingTracing
 from felix.errors import CorruptionError, FelixError
@@ -60,7 +61,7 @@ class LinkContext:
     rates: dict[str, TokenBucket | None] = field(default_factory=dict)
     brought_more: dict[LinkShard, CorruptionError] = field(default_factory=dict)
     """of links of which the destination says that this bridge brought more than the egress log announced"""
-    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
+    large: Places = field(default_factory=lambda: Places(LARGE_AT_ONCE))
 
     def clock_ms(self) -> int:
         return self.runtime.clock.now_ms()

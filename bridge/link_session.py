@@ -438,20 +438,20 @@ class LinkSession:
     @asynccontextmanager
     async def _place(self, plain_bytes: int) -> AsyncIterator[None]:
         """Wait for one, where the batch is a large one. Raises as `_require_going`."""
-        large = self._context.large
         if plain_bytes <= LARGE_BYTES:
             yield
             return
-        while True:
-            self._require_going()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(IDLE_S):
-                    await large.acquire()
-                    break
+        large, row = self._context.large, self._link.row
+        place = large.ask(row.grant, row.stream)
         try:
+            while not place.given.is_set():
+                self._require_going()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_S):
+                        await place.given.wait()
             yield
         finally:
-            large.release()
+            large.leave(place)
 
     def _require_going(self) -> None:
         """Raises _InterruptedError where the link is to stop, and what ends the session."""

@@ -21,7 +21,7 @@ def requested_key(csr: bytes) -> ec.EllipticCurvePublicKey:
         request = x509.load_pem_x509_csr(csr) if pem else x509.load_der_x509_csr(csr)
         key = request.public_key()
         proved = request.is_signature_valid
-    except (ValueError, UnsupportedAlgorithm, InvalidSignature) as error:
+    except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm, InvalidSignature) as error:
         raise RequestError(
             f"The certificate request cannot be read: {error}.", code=Code.IDENTITY_REFUSED
         ) from error

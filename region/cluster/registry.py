@@ -160,8 +160,11 @@ class Registry:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether this process is registered, and was never alive yet: no process of this broker is, and none that was registered before can be again."""
-        return bool(self._registered_revision) and not self._was_put and self._ended is None
+        """Whether this process is registered, by all that is known last, and was never alive yet: no process of this broker is, and none that was registered before can be again."""
+        if not self._registered_revision or self._was_put or self._ended is not None:
+            return False
+        node = self._mirror.view.nodes.get(self.broker)
+        return node is None or node.registration <= self._file.registration
 
     def may_answer(self) -> bool:
         """Whether what rests on no commit may be answered now: no other broker can have been elected in our place.

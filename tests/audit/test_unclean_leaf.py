@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from audit.leaf import Header, Kind, Leaf, decode_leaf, encode_leaf
-from audit.unclean_leaf import UncleanElection, mistake, unclean_leaf
+from audit.unclean_leaf import BROKERS_MAX, WHY_CHARS_MAX, UncleanElection, mistake, unclean_leaf
 from felix.errors import CorruptionError, RequestError
 
 OPERATOR = "spiffe://us-east.acme/operator/alice"
@@ -62,6 +62,31 @@ def test_the_sentence_names_what_may_be_lost_and_who_had_it() -> None:
     assert alone.startswith("Broker b2 leads shard 3") and alone.endswith(
         "Given up: nobody's copy. No copy is sure to have them all."
     )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"given_up": tuple(f"us-east-broker-{number:03}" for number in range(BROKERS_MAX))},
+        {"cause": "reconciled", "by": "", "why": "x" * WHY_CHARS_MAX, "given_up": ("b" * 63,) * 16},
+        {
+            "stream": "/".join(["s" * 63] * 3),
+            "shard": (1 << 31) - 1,
+            "epoch": (1 << 32) - 1,
+            "end": (1 << 63) - 1,
+            "election": "f" * 64,
+            "leader": "b" * 63,
+            "given_up": ("b" * 63,) * BROKERS_MAX,
+            "by": f"spiffe://us-east.acme/operator/{'a' * 63}",
+            "why": "\0" * WHY_CHARS_MAX,
+        },
+    ],
+)
+def test_the_longest_statement_has_a_leaf_too(more: dict[str, Any]) -> None:
+    said = statement(**more)
+    header = decode_leaf(encode_leaf(leaf(said))).header
+    assert UncleanElection.decode(header.document, "it") == said and mistake(header) == ""
+    assert header.sentence.startswith(f"Broker {said.leader}") and header.sentence.endswith("…")
 
 
 @pytest.mark.parametrize(

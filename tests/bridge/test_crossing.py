@@ -35,7 +35,9 @@ from bridge.crossing import (
     sort_records,
 )
 from bridge.link import SendWindow
+from bridge.link_context import LARGE_AT_ONCE, LARGE_BYTES, LinkContext
 from bridge.link_session import LinkSession
+from bridge.places import Places
 from bridge.plan import Verdict
 from bridge.wire import SealedBatch
 from felix.batch import (
@@ -399,7 +401,9 @@ def test_every_record_is_in_one_leaf_and_the_same_batch_gives_the_same_bytes(
 
 
 def link_row() -> Any:
-    row = SimpleNamespace(grant="g", shard=0, destination_region="eu-west", verdict=Verdict.RUN)
+    row = SimpleNamespace(
+        grant="g", stream="acme/ops/departures", shard=0, destination_region="eu-west", verdict=Verdict.RUN
+    )
     return SimpleNamespace(row=row, link_shard=None, is_leaving=False)
 
 
@@ -420,7 +424,7 @@ async def _costly(is_leaving_after_s: float | None = None) -> tuple[float, float
         require_allowed=lambda row, now_ms: None,
         require_whole=lambda region, link: None,
         held=str,
-        large=asyncio.Semaphore(1),
+        large=Places(1),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
@@ -470,6 +474,36 @@ async def test_a_link_that_is_to_stop_leaves_the_batch_that_it_is_working_on() -
     assert stopped_s < took_s / 2
 
 
+async def test_large_batches_of_a_stream_with_many_shards_keep_no_other_grant_waiting_for_more_than_one_each() -> (
+    None
+):
+    large = LinkContext.__dataclass_fields__["large"].default_factory()
+    context: Any = SimpleNamespace(large=large)
+    worked, other, done = list[str](), SimpleNamespace(), asyncio.Event()
+
+    def session(grant: str, shard: int) -> LinkSession:
+        link = link_row()
+        link.row = SimpleNamespace(grant=grant, stream=f"acme/ops/{grant}", shard=shard, verdict=Verdict.RUN)
+        return LinkSession(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
+
+    async def carry(link: LinkSession, grant: str, batches: int) -> None:
+        for _ in range(batches):
+            if done.is_set():
+                return
+            async with link._place(LARGE_BYTES + 1):
+                await asyncio.sleep(0.01)
+                worked.append(grant)
+
+    others = [asyncio.ensure_future(carry(session("costly", shard), "costly", 1_000)) for shard in range(50)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(30):
+        await carry(session("mine", 0), "mine", 5)
+    done.set()
+    await asyncio.gather(*others)
+    between = "".join(grant[0] for grant in worked).split("m")[1:-1]
+    assert len(between) >= 4 and max(map(len, between)) <= LARGE_AT_ONCE
+
+
 async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() -> None:
     """Both links of a grant ask the rate before they wait for a key; the second one is held, and loses nothing."""
     way, rate, now = route(rate_bytes=1_000), rate_limit(1_000, 0.0), [0.0]
@@ -481,7 +515,7 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
         require_allowed=lambda row, now_ms: None,
         require_whole=lambda region, link: None,
         held=str,
-        large=asyncio.Semaphore(1),
+        large=Places(1),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )

@@ -35,6 +35,7 @@ async def test_a_source_that_went_back_to_its_backup_goes_on_with_its_newest_log
         async with mesh.agent():
             await mesh.publish([flight(number) for number in range(20)])
             await mesh.crossed(20)
+            await until((mesh.us.root / "data/witness").is_dir, "the source has cosigned the other log")
         root, backup, aside = mesh.us.root, tmp_path / "backup", tmp_path / "aside"
         await mesh.stop("us-east")
         shutil.copytree(root, backup)

@@ -132,6 +132,22 @@ def test_r7_a_process_that_hung_while_another_took_its_name_stops_for_good() -> 
     play(scene)
 
 
+def test_who_begins_begins_no_more_once_another_copy_of_its_folder_was_registered() -> None:
+    async def scene(region: Region) -> None:
+        first = region.broker()
+        registry = await first.open()
+        assert registry.is_beginning
+        region.copy("b1", "copy")
+        second = await region.broker(disk="copy").open()
+        assert second.registration == 2 and second.is_beginning
+        await region.until(lambda: first.mirror.view.nodes["b1"].registration == 2)
+        assert not registry.is_beginning
+        await second.announce(Health())
+        assert not second.is_beginning and second.may_answer()
+
+    play(scene)
+
+
 def test_it_is_fenced_before_its_lease_can_have_ended_for_others() -> None:
     async def scene(region: Region) -> None:
         broker, other = region.broker("b1"), region.broker("b2")
