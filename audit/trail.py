@@ -236,11 +236,11 @@ class Trail:
         known = tuple(witnesses)
         folder = Folder(path, files)
         lock = folder.lock(hint="Stop that one first; a log has one writer.")
+        wal: Wal | None = None
         try:
             require_kind(folder, copied=copied)
             opening = Opening(folder, keys, known, runtime.clock)
             state = opening.open(tuple(cosigned), copied=copied)
-            wal = None
             if not copied:
                 wal = _open_wal(folder, state, settings)
             trail = cls(
@@ -249,6 +249,9 @@ class Trail:
             if not copied:
                 trail.checkpoints.sign_where_keys_meet()
         except BaseException:
+            if wal is not None:
+                with suppress(OSError):
+                    wal.close()
             lock.release()
             raise
         if unreadable := trail.positions.unreadable:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
@@ -179,7 +180,14 @@ class Wal:
         self.size = size
         files.make_folder(folder)
         firsts = segments(files, folder)
-        self._open(firsts[-1] if firsts else size)
+        self._file: int | None = None
+        try:
+            self._open(firsts[-1] if firsts else size)
+        except BaseException:
+            # It may be tried again, for as long as the disk fails.
+            with suppress(OSError):
+                self.close()
+            raise
 
     def _open(self, first: int) -> None:
         path = self._folder / segment_name(first)
@@ -187,7 +195,7 @@ class Wal:
         self._begin(self._files.open(path, os.O_RDWR | os.O_CREAT), fresh=fresh)
 
     def _begin(self, file: int, *, fresh: bool) -> None:
-        self._file: int | None = file
+        self._file = file
         self._bytes = self._files.size(file)
         if fresh:
             self._files.sync_folder(self._folder)

@@ -46,8 +46,10 @@ from region.cluster.problems import (
     Found,
     Survey,
     living_copies,
+    may_be_uneven,
     no_links,
     survey,
+    uneven_leaders,
     vacancy,
     wrong_clock,
 )
@@ -72,6 +74,9 @@ NO_LINK_MS: Final = 10_000
 """How long two brokers have had no link, beyond a lease, before a person is told: one that died is not alive any more by then."""
 OTHERS_S: Final = 1.0
 """How long a broker is waited for that is asked for what it knows alone: bridges, and what copies lack."""
+LEADERS_STAND_MS: Final = 60_000
+"""How long no shard has had another leader before a person is told that they are uneven: brokers that are restarted one by one hand over sooner. A plan is
+made for that so seldom, too."""
 DEFAULT_REPLICAS: Final = 3
 """With three copies, one may be away for maintenance while another fails."""
 _RECOVER_HINTS: Final = {
@@ -141,6 +146,8 @@ class Clustered:
         """The audit log, where brokers copy it."""
         self.receives: Callable[[StreamName], bool] = lambda name: False
         """Whether records of another region may arrive in a stream."""
+        self._planned_at, self._uneven_leaders = (-1, 0), list[str]()
+        """of the last plan that was made for a remark: which leaders it was about, and for how long these had stood; and the remark"""
 
     @property
     def has_audit_log(self) -> bool:
@@ -259,7 +266,18 @@ class Clustered:
             self._hear_troubles(), asyncio.gather(*map(self._hear_ends, shards))
         )
         found = self._found(surveyed, dict(zip(shards, heard, strict=True)))
-        return Found([*found.problems, *others], found.remarks)
+        return Found([*found.problems, *others], [*found.remarks, *await self._uneven()])
+
+    async def _uneven(self) -> list[str]:
+        """That leaders are uneven, where that has stood for a while."""
+        member, view = self.member, self.member.mirror.view
+        stand_ms = member.leaders_stand_ms()
+        if stand_ms < LEADERS_STAND_MS or member.may_be_out_of_date() or not may_be_uneven(view):
+            return []
+        if self._planned_at[0] != view.leaders_since or stand_ms - self._planned_at[1] >= LEADERS_STAND_MS:
+            self._planned_at = view.leaders_since, stand_ms
+            self._uneven_leaders = list(uneven_leaders(view, await member.controls.planned(), member.region))
+        return self._uneven_leaders
 
     def problems(self, records: Iterable[Stream]) -> Found:
         """What is wrong with the region, the most serious first, and what an operator has it be, as this broker knows: from the records, so each

@@ -160,11 +160,11 @@ class Node:
                 config.health.host, config.health.port, collector, self._not_ready, self._not_in_sync
             )
             self._stack.push_async_callback(asyncio.to_thread, self.health.close)
+        self._stack.push_async_callback(self._stop_tasks)
         self._repeat()
         self._spawn(parts.follower.run())
         if parts.registration is not None:
             self._spawn(parts.registration.keep())
-        self._stack.push_async_callback(self._stop_tasks)
 
     def _not_ready(self) -> str:
         """Why the broker does not serve; asked from another thread."""

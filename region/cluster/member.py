@@ -72,6 +72,8 @@ class ClusterMember:
         """streams that are placed, and stand in no catalog"""
         self._wanting: asyncio.TimerHandle | None = None
         self._want_not_before = 0.0
+        self._leaders_since, self._leaders_since_ms = 0, 0
+        """the view's, and when this process heard of it"""
         self._wishes: dict[str, tuple[Stream, tuple[str, ...], bool, StreamWish]] = {}
         """what was wanted of each stream, and what it was made of: most streams are as they were"""
 
@@ -233,6 +235,10 @@ class ClusterMember:
         registry = self._registry
         return bool(registry.unanswered_ms()) or registry.is_returning() or not self._mirror.is_current
 
+    def leaders_stand_ms(self) -> int:
+        """For how long this process has not heard that a shard has another leader."""
+        return self._runtime.clock.boot_ms() - self._leaders_since_ms
+
     def refusal(self) -> UnavailableError | None:
         """Why this broker may not answer for what it leads now, or None."""
         return self._registry.refusal()
@@ -316,6 +322,8 @@ class ClusterMember:
 
     def _changed(self, known: Snapshot | Change) -> None:
         view = self._mirror.view
+        if view.leaders_since != self._leaders_since:
+            self._leaders_since, self._leaders_since_ms = view.leaders_since, self._runtime.clock.boot_ms()
         keys = [event.key for event in known.events] if isinstance(known, Change) else None
         if keys is None:
             shards = list(view.shards)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from region.cluster import transactions
 from region.cluster.clocks import CLOCK_OFF_MS_MAX
 from region.cluster.election import LogEnd, Unopened, candidates, may_ask_for_ends
-from region.cluster.membership import is_replaced
+from region.cluster.membership import is_enough, is_replaced
 from region.cluster.records import ShardId, ShardRecord
 from region.cluster.view import ClusterView
 from region.metadata.records import AUDIT_STREAM, Stream, is_replicated
@@ -191,6 +191,54 @@ def _rebalancing(view: ClusterView, region: str) -> Iterator[str]:
             f"Copies and leaders are being moved until each broker has its share, as {view.rebalance.by} asked: `felix region rebalance --dry-run "
             f"--region {region}` shows what is left."
         )
+
+
+def may_be_uneven(view: ClusterView) -> bool:
+    """Whether a plan is worth making to say whether leaders are uneven (`uneven_leaders`): some broker leads fewer than another one, and nothing is under way that
+    changes that by itself, or keeps it so. A look at each shard."""
+    if view.frozen is not None or view.rebalance is not None:
+        return False
+    if any(broker not in view.alive and not node.drain for broker, node in view.nodes.items()):
+        return False
+    for record in view.shards.values():
+        if record.target or len(record.isr) < len(record.replicas):
+            return False
+        if transactions.leader_has_stopped(view, record):
+            return False
+    leads = _leads(view, (record.leader for record in view.shards.values())).values()
+    return bool(leads) and max(leads) - min(leads) > 1
+
+
+def uneven_leaders(
+    view: ClusterView, planned: Mapping[ShardId, tuple[str, ...]], region: str
+) -> Iterator[str]:
+    """That some brokers lead more than they would after a rebalancing, with the command. `planned`: where that would have each shard, the leader first."""
+    leads = _leads(view, (record.leader for record in view.shards.values()))
+    then = _leads(
+        view,
+        (
+            place[0] if (place := planned.get(shard, ())) and is_enough(record, place) else record.leader
+            for shard, record in view.shards.items()
+        ),
+    )
+    # Each hand-over to a broker that leads fewer makes the sum of the squares less.
+    if sum(count**2 for count in then.values()) >= sum(count**2 for count in leads.values()):
+        return
+    most, fewest = max(leads, key=lambda name: leads[name]), min(leads, key=lambda name: leads[name])
+    yield (
+        f"Leaders are uneven: broker {most} leads {leads[most]:,} of {sum(leads.values()):,} shards, broker {fewest} leads "
+        f"{leads[fewest] or 'none'}. `felix region rebalance --region {region}` evens them out, to {max(then.values()):,} at one broker at most."
+    )
+
+
+def _leads(view: ClusterView, leaders: Iterable[str]) -> dict[str, int]:
+    """How many shards each broker leads that may lead some, by name."""
+    counted = Counter(leaders)
+    return {
+        broker: counted[broker]
+        for broker, node in sorted(view.nodes.items())
+        if broker in view.alive and not node.drain
+    }
 
 
 def _vacant(view: ClusterView, shards: Iterable[_Shard]) -> tuple[dict[_Why, list[_Shard]], list[_Shard]]:

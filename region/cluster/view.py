@@ -49,6 +49,8 @@ class ClusterView:
         """unclean elections that have no leaf in the audit log yet, by key"""
         self.arrived: dict[ShardId, int] = {}
         """where a move of a shard was seen to end as it was meant: the revision of the last one"""
+        self.leaders_since = 0
+        """the revision at which a shard was last seen to have another leader than before; of a load, that of the snapshot"""
         self.unreadable: dict[str, str] = {}
         """by key, why; such as a later version's record"""
         self._revisions: dict[str, int] = {}
@@ -84,7 +86,7 @@ class ClusterView:
         ):
             table.clear()
         self.controller, self.frozen, self.rebalance = None, None, None
-        self.revision = snapshot.revision
+        self.revision = self.leaders_since = snapshot.revision
         for entry in snapshot.entries:
             self._put(entry.key, entry)
         for shard in self.shards:
@@ -129,6 +131,8 @@ class ClusterView:
                     self.arrived.pop(shard, None)
                 else:
                     self.shards[shard] = decode_shard(entry.value, key)
+                    if before is not None and before.leader != self.shards[shard].leader:
+                        self.leaders_since = entry.mod_revision
                     self._look_for_arrival(shard, before)
             elif key.startswith(keys.nodes):
                 broker = keys.broker_of(key)

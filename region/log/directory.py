@@ -149,6 +149,13 @@ class LogDirectory:
         self._lock = files.lock(data)
         self._data = data
         self.files: Files = HeldFiles(files, self._lock, data, self.copies)
+        try:
+            # Shards that were closed in order, by the last stop or since.
+            self._clean = take_clean_stop(self.files, data, self._lock.identity)
+        except BaseException:
+            # The next start may be in this process.
+            self._lock.release()
+            raise
         self._region = region
         self.commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
         self.creation_pool = runtime.pool(CREATION_THREADS_MAX, "log-creation")
@@ -160,8 +167,6 @@ class LogDirectory:
             offload_rate_bytes,
             runtime.clock,
         )
-        # Shards that were closed in order, by the last stop or since.
-        self._clean = take_clean_stop(self.files, data, self._lock.identity)
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()
         self._closing: set[asyncio.Task[None]] = set()

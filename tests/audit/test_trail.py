@@ -156,6 +156,59 @@ def test_a_failed_sync_stops_the_trail_and_nothing_is_acknowledged(tmp_path: Pat
     again.close()
 
 
+class FailsOnce(DiskFiles):
+    """The nth call fails that looks at the disk; what is open is known."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.left, self.opened = fails_at, set[int]()
+
+    def open(self, path: Path, flags: int) -> int:
+        self._look()
+        descriptor = super().open(path, flags)
+        self.opened.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        self.opened.discard(descriptor)
+        super().close(descriptor)
+
+    def size(self, descriptor: int) -> int:
+        self._look()
+        return super().size(descriptor)
+
+    def sync_folder(self, folder: Path) -> None:
+        self._look()
+        super().sync_folder(folder)
+
+    def _look(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("has_leaves", [False, True])
+def test_a_log_that_cannot_be_opened_for_its_disk_leaves_nothing_open(
+    tmp_path: Path, has_leaves: bool
+) -> None:
+    if has_leaves:
+        trail = open_trail(tmp_path)
+        append(trail, [Link().grant()])
+        trail.close()
+    failed = 0
+    while True:
+        files = FailsOnce(failed + 1)
+        try:
+            trail = open_trail(tmp_path, files=files)
+        except OSError:
+            assert not files.opened
+            failed += 1
+        else:
+            break
+    trail.close()
+    assert failed > 5
+
+
 def test_a_full_trail_refuses_and_takes_again_once_it_caught_up(tmp_path: Path) -> None:
     go_on = threading.Event()
 

@@ -18,6 +18,7 @@ import felix
 from cli.top import _Brokers
 from felix.errors import AddressInUseError, Code, RequestError
 from felix.messages import BrokerState, RegionState
+from region import clustered
 from region.cluster.election import has_yielded
 from region.cluster.records import ShardId, ShardRecord
 from region.log.directory import shard_folder
@@ -205,6 +206,41 @@ async def test_a_broker_that_stops_in_order_hands_on_what_it_leads_before_it_say
         assert led and led[0], f"{seen} another one led while the one that stops was still there"
     async with region.client(watcher) as client:
         assert await client.stream(STREAM).publish(b"y") == 1
+
+
+async def test_leaders_that_a_restart_left_uneven_are_told_once_they_stand_until_they_were_evened_out(
+    region: ClusteredRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"acme/ops/s{number}" for number in range(4)]
+    async with region.client("b1") as client:
+
+        async def remarks() -> list[str]:
+            return [each for each in (await client.describe()).remarks if each.startswith("Leaders are")]
+
+        for name in names:
+            await client.create_stream(name, replicas=4)
+        for name in names:
+            await region.in_sync("b1", name)
+        for name in ("b2", "b3", "b4"):
+            await region.stop(name)
+            await region.start(name)
+        for name in names:
+            await region.in_sync("b1", name)
+        assert len({region.leader("b1", name) for name in names}) < 4, (
+            "the one that was restarted last leads nothing"
+        )
+        assert not await remarks(), "another broker may be about to be restarted"
+        monkeypatch.setattr(clustered, "LEADERS_STAND_MS", 0)
+        await until(remarks)
+        (told,) = await remarks()
+        assert "`felix region rebalance --region us-east` evens them out" in told
+        await client.rebalance()
+
+        async def are_even() -> bool:
+            moves = await client.rebalance(dry_run=True)
+            return not (moves.total or moves.under_way or await remarks())
+
+        await until(are_even)
 
 
 async def test_a_broker_whose_folder_is_lost_gets_a_new_one_and_what_only_it_had_is_recovered_by_name(

@@ -7,11 +7,12 @@ from cluster.samples import ELECTION, KEYS, SHARD, STREAM, node, shard_record, v
 
 from felix.settings import Durability
 from region.cluster.election import JournalEnd, LogEnd, Unopened
-from region.cluster.problems import Found, look, survey, vacancy
-from region.cluster.records import FrozenRecord, RebalanceRecord, ShardId, ShardRecord
+from region.cluster.problems import Found, look, may_be_uneven, survey, uneven_leaders, vacancy
+from region.cluster.records import FrozenRecord, RebalanceRecord, ShardId, ShardRecord, encode
 from region.cluster.view import ClusterView
 from region.log.companions import JournalKind
 from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
+from region.metadata.transaction import Change, Entry, Event
 
 NAME = "acme/payments/orders"
 WHOLE = {"a": 5, "b": 5, "c": 5}
@@ -243,6 +244,73 @@ def test_a_rebalancing_that_somebody_asked_for_is_a_remark_until_it_has_ended() 
     view.rebalance = RebalanceRecord("spiffe://us-east.acme/operator/kim")
     problems, (remark,) = seen(view)
     assert not problems and "as spiffe://us-east.acme/operator/kim asked" in remark
+
+
+def led_by(*leaders: str, **changed: object) -> dict[int, ShardRecord]:
+    """Shards with a copy at each broker, in sync, by their leaders."""
+    return {
+        number: shard_record({leader: 5} | WHOLE, leader=leader, **changed)
+        for number, leader in enumerate(leaders)
+    }
+
+
+def test_leaders_that_a_rebalancing_would_even_out_are_told_with_the_command() -> None:
+    view = view_of(WHOLE, shards=led_by("a", "a", "a", "a", "b"))
+    assert may_be_uneven(view)
+    planned = {
+        ShardId(STREAM, number): (leader, *(other for other in WHOLE if other != leader))
+        for number, leader in enumerate("ccaab")
+    }
+    assert list(uneven_leaders(view, planned, "us-east")) == [
+        "Leaders are uneven: broker a leads 4 of 5 shards, broker c leads none. `felix region rebalance --region us-east` evens them out, to 2 at one "
+        "broker at most."
+    ]
+    # What a rebalancing would leave so, as where all are shards of one stream, is not told.
+    stays = {ShardId(STREAM, number): tuple(WHOLE) for number in range(5)}
+    assert not list(uneven_leaders(view, stays, "us-east"))
+    # Nor what it would only turn around.
+    turned = {
+        shard: (leader, *(other for other in WHOLE if other != leader))
+        for shard, leader in zip(view.shards, "bbbba", strict=True)
+    }
+    assert not list(uneven_leaders(view, turned, "us-east"))
+    # Nor what no rebalancing moves, as it has too few brokers for it.
+    assert not list(uneven_leaders(view, dict.fromkeys(view.shards, ("b",)), "us-east"))
+
+
+def test_nothing_is_said_of_leaders_while_brokers_restart_or_copies_move_nor_where_they_are_even() -> None:
+    uneven = led_by("a", "a", "a", "a")
+    assert may_be_uneven(view_of(WHOLE, shards=uneven))
+    assert not may_be_uneven(view_of(WHOLE, shards=led_by("a", "a", "b", "c")))
+    assert not may_be_uneven(view_of({"a": 5}, shards=uneven)), "of one broker"
+    assert not may_be_uneven(view_of(WHOLE))
+    away = view_of(WHOLE, {"a": 5, "b": 5}, uneven)
+    assert not may_be_uneven(away)
+    # A broker that is to have nothing keeps nobody from being told.
+    assert may_be_uneven(view_of(WHOLE | {"c": node(drain=True)}, {"a": 5, "b": 5}, uneven))
+    behind = uneven | {4: shard_record({"b": 5, "a": 5})}
+    assert not may_be_uneven(view_of(WHOLE, shards=behind))
+    moving = uneven | {4: shard_record(WHOLE, target=("b", "a", "c"))}
+    assert not may_be_uneven(view_of(WHOLE, shards=moving))
+    assert not may_be_uneven(view_of(WHOLE, shards=uneven | {4: shard_record(WHOLE, leader="")}))
+    asked = view_of(WHOLE, shards=uneven)
+    asked.rebalance = RebalanceRecord("kim")
+    assert not may_be_uneven(asked)
+    assert not may_be_uneven(view_of(WHOLE, shards=uneven, frozen=FrozenRecord("a", "it is older")))
+
+
+def test_since_when_leaders_stand_is_told_by_the_view() -> None:
+    view = view_of(WHOLE, shards=led_by("a"))
+    before = view.leaders_since
+    for revision, record in (
+        (before + 1, shard_record({"a": 5, "b": 5})),
+        (before + 2, shard_record({"b": 5, "a": 5}, leader="b", epoch=8)),
+        (before + 3, shard_record({"b": 5} | WHOLE, leader="b", epoch=8)),
+    ):
+        key = KEYS.shard(SHARD)
+        entry = Entry(key, encode(record, key), revision, revision)
+        view.apply(Change(revision, (Event(key, entry),)))
+    assert view.leaders_since == before + 2
 
 
 def test_a_store_that_went_back_comes_before_what_follows_from_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -203,3 +204,23 @@ async def lives(seed: int) -> None:
 async def test_what_a_start_served_stays_however_the_lives_before_it_ended() -> None:
     for seed in range(40):
         await lives(seed)
+
+
+async def test_a_directory_that_cannot_be_opened_lets_go_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = DiskFiles()
+    directory = LogDirectory(tmp_path, "us-east", files=files)
+    await (await shard_of(directory)).append(batch_of(b"kept"))
+    await directory.close()
+
+    def fails(folder: Path) -> None:
+        raise OSError(errno.EIO, "a test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync_folder", fails)
+        with pytest.raises(OSError, match="a test"):
+            LogDirectory(tmp_path, "us-east", files=files)
+    directory = LogDirectory(tmp_path, "us-east", files=files)
+    assert (await shard_of(directory)).high_watermark == 1
+    await directory.close()
