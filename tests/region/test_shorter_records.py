@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from felix.consumer_messages import ShardAck, SubscriptionAcks
 from felix.queue_messages import Held
 from felix.transaction_messages import QueueAcks
 from region.folder import RegionFolder
+from region.log.epochs import EPOCH_TICK_MS
 from region.transactions.participants import QueueParticipant, SubscriptionParticipant
 
 JOBS, ORDERS, READER = "acme/ops/jobs", "acme/ops/orders", "billing"
@@ -31,6 +33,8 @@ def records_end_earlier(folder: RegionFolder, stream: str, copy: Path) -> Iterat
     (of_stream,) = (folder.root / "data" / "streams").glob(f"{stream.replace('/', '~')}~*")
     shutil.copytree(of_stream / "00000", copy)
     yield
+    # Processes take longer than this to stop and to start: epochs of one tick would be one (region.log.epochs).
+    time.sleep(1.2 * EPOCH_TICK_MS / 1_000)
     shutil.rmtree(of_stream / "00000")
     shutil.copytree(copy, of_stream / "00000")
 
