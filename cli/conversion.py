@@ -37,8 +37,8 @@ from region.cluster.node_file import NAME as NODE
 from region.cluster.node_file import NodeFile
 from region.cluster.records import ClusterKeys
 from region.config import MetadataConfig, RegionConfig
-from region.folder import RegionFolder
-from region.inventory import STREAMS, take_inventory
+from region.folder import STREAMS, RegionFolder
+from region.inventory import take_inventory
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.genesis import ROOT
 from region.metadata.port import MetadataStore

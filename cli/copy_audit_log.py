@@ -78,7 +78,7 @@ async def _copy(folder: RegionFolder, config: RegionConfig, *, dry_run: bool) ->
     from cli.several import ETCD_FOLDER, start_etcd
     from region.evidence.copying_audit_log import copy_audit_log as copy
     from region.evidence.copying_audit_log import where
-    from region.inventory import STREAMS
+    from region.folder import STREAMS
     from region.startup.store import open_store
     from region.trust.trusted_bundles import own_bundle
 

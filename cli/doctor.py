@@ -25,6 +25,7 @@ from cli.setting import JsonOption, connect, folder_of, known_regions, run
 from felix.errors import FelixError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.extras import MESH, SDK, install_command
+from felix.identity import Identity
 from felix.identity_file import load_identity
 from felix.profile import felix_home, identity_files
 from felix.runtime.real import now_ms
@@ -227,11 +228,7 @@ def _region(name: str) -> Iterator[Finding]:
     for path in sorted(folder.identities.glob("*.pem")):
         if path.name.endswith((".audit.pem", ".audit.mldsa.pem")):
             continue
-        identity = load_identity(path)
-        if identity.not_before_ms > now_ms():
-            yield Finding(
-                what, "problem", f"{identity.spiffe_id} is not valid yet", "Set this machine's clock right."
-            )
+        yield from _not_yet(what, load_identity(path), now_ms())
     for late in expiring(folder, config, now_ms()):
         yield Finding(
             what,
@@ -247,6 +244,13 @@ def _region(name: str) -> Iterator[Finding]:
     if os.environ.get("FELIX_FAILPOINT"):
         yield Finding(
             what, "problem", "FELIX_FAILPOINT is set: processes will end themselves", "unset FELIX_FAILPOINT"
+        )
+
+
+def _not_yet(what: str, identity: Identity, now: int) -> Iterator[Finding]:
+    if identity.not_before_ms > now:
+        yield Finding(
+            what, "problem", f"{identity.spiffe_id} is not valid yet", "Set this machine's clock right."
         )
 
 
@@ -269,10 +273,7 @@ def _client(name: str, folder: RegionFolder) -> Iterator[Finding]:
             if stage is Stage.FRESH
             else "Have it issued again by the region's operator: felix identity issue.",
         )
-        if life.not_before_ms > now:
-            yield Finding(
-                what, "problem", f"{identity.spiffe_id} is not valid yet", "Set this machine's clock right."
-            )
+        yield from _not_yet(what, identity, now)
     try:
         found = run(_reached(name))
     except FelixError as error:

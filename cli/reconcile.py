@@ -104,7 +104,8 @@ def _heard(folder: RegionFolder, config: RegionConfig, held: ExitStack) -> dict[
     """Of this machine's folders. Their locks are held until the end. Raises UnavailableError where a broker runs, or streams are not mounted."""
     from region.begun_folders import begun_folders
     from region.cluster.node_file import NAME
-    from region.inventory import STREAMS, take_inventory
+    from region.folder import STREAMS
+    from region.inventory import take_inventory
 
     found = {}
     for file in sorted((folder.root / config.data).glob(f"*/{NAME}")):

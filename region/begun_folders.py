@@ -9,8 +9,7 @@ from felix.storage.begun import SUFFIX, BegunFolder
 from felix.storage.disk import PRIVATE_FILES, SHARED_FILES
 from felix.storage.port import Files
 from region.config import RegionConfig
-from region.folder import RegionFolder
-from region.inventory import AUDIT, STREAMS
+from region.folder import AUDIT, STREAMS, RegionFolder
 
 _GONE = "Where it is lost for good: docs/operations.md, When a region's audit log is gone for good."
 

@@ -21,10 +21,8 @@ from audit.trust import RegionTrust
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from keys.bundle import RegionBundle
 from region.config import RegionConfig
-from region.folder import RegionFolder
+from region.folder import AUDIT, RegionFolder
 
-AUDIT: Final = "audit"
-"""The folder of the region's audit log, in the data folder of a broker that has it."""
 NO_AUDIT: Final = "no-audit"
 """That of a broker of several which has not got it: a log that nothing is ever written to, and that nobody takes for the region's."""
 LEAD_LEAVES_MAX: Final = 16_384

@@ -20,9 +20,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from felix.names import parse_region
 from felix.profile import felix_home
+
+STREAMS: Final = "streams"
+"""Of a data folder: the logs of streams, and their lock."""
+AUDIT: Final = "audit"
+"""The folder of the region's audit log, in the data folder of a broker that has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -26,6 +25,7 @@ from felix.storage.port import Files
 from felix.storage.small_file import load_checked
 from region.cluster.node_file import NodeFile
 from region.cluster.records import ShardId
+from region.folder import AUDIT, STREAMS
 from region.log.clean_stop import CLEAN_STOP_NAME
 from region.log.companions import kind_of, log_number, shard_of
 from region.log.directory import COPIES, parse_folder_name, shard_folder
@@ -44,10 +44,6 @@ from region.replication.disk import (
     parse_kept_name,
     rewrite_unsynced,
 )
-
-STREAMS: Final = "streams"
-"""Of a data folder: the logs of streams, and their lock."""
-AUDIT: Final = "audit"
 
 
 def take_inventory(

@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from audit.unclean_leaf import WHY_CHARS_MAX, UncleanElection
+from audit.unclean_leaf import UncleanElection
 from region.cluster import membership, registration
 from region.cluster.audit_home import Before
 from region.cluster.records import (
@@ -37,7 +37,14 @@ from region.cluster.records import (
     ShardRecord,
     encode,
 )
-from region.cluster.transactions import Reason, Refusal, Transaction, state_unclean, unchanged
+from region.cluster.transactions import (
+    Reason,
+    Refusal,
+    Transaction,
+    state_unclean,
+    unchanged,
+    unclean_election,
+)
 from region.cluster.view import ClusterView
 from region.log.companions import AUDIT_CHECKPOINTS, RECORDS
 from region.log.point import LogPoint
@@ -526,18 +533,10 @@ def _shard(
 
 def _unclean(known: _Known, after: ShardRecord, winner: str, doubt: str) -> UncleanElection:
     end = _ends(known.whole[winner]).get(RECORDS)
-    return UncleanElection(
-        stream=after.stream,
-        incarnation=known.shard.incarnation,
-        shard=known.shard.number,
-        epoch=after.epoch,
-        election=after.election,
-        cause="reconciled",
-        leader=winner,
-        end=None if end is None else end[1].offset,
-        given_up=tuple(sorted({*known.away, *known.former} - {winner})),
-        why=doubt[:WHY_CHARS_MAX],
-    )
+    return unclean_election(
+        known.shard, after, "reconciled", winner, None if end is None else end[1].offset,
+        given_up={*known.away, *known.former} - {winner}, why=doubt,
+    )  # fmt: skip
 
 
 def _led_by_nobody(

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from audit.unclean_leaf import UncleanCause, UncleanElection
+from audit.unclean_leaf import WHY_CHARS_MAX, UncleanCause, UncleanElection
 from region.cluster import membership
 from region.cluster.election import (
     Brokers,
@@ -42,7 +42,7 @@ from region.cluster.view import ClusterView
 from region.metadata.transaction import OPERATIONS_MAX, Absent, Compare, Delete, ModRevision, Put, Write
 
 SHARDS_PER_TRANSACTION: Final = 60
-"""With a compare for each shard and for each broker that it names, within a store's `OPERATIONS_MAX`."""
+"""With a compare for each shard and for each broker that it names, and two writes for each shard at most, within a store's `OPERATIONS_MAX`."""
 
 
 NO_ENDS: Final[Mapping[str, LogEnd | Unopened]] = MappingProxyType({})
@@ -179,8 +179,9 @@ def elect_longest(
         )
     registration = view.brokers.registration(winner)
     after = membership.elected_unclean(record, winner, registration, election)
-    said = _unclean(
-        shard, after, "power-cut", end if end is not None and end.registration == registration else None,
+    told = end.offset if end is not None and end.registration == registration else None
+    said = unclean_election(
+        shard, after, "power-cut", winner, told,
         why="its acknowledgements are not synced, and no copy that may lead is sure to have them all; this one goes on longest",
     )  # fmt: skip
     return Transaction(
@@ -424,8 +425,8 @@ def recover(
         return refusal
     after = membership.elected_unclean(record, winner, registration, election)
     own = ends.get(winner) if _has_told(winner, ends, brokers) else None
-    said = _unclean(
-        shard, after, "recovered", own,
+    said = unclean_election(
+        shard, after, "recovered", winner, own.offset if isinstance(own, LogEnd) else None,
         given_up={*given_up, *away, *replicas.intersection(dead)} - {winner}, powered_off=powered_off, by=by,
     )  # fmt: skip
     return Transaction(
@@ -450,17 +451,19 @@ def state_unclean(keys: ClusterKeys, said: UncleanElection) -> Put:
     return Put(keys.unclean_election(said), said.encode())
 
 
-def _unclean(
+def unclean_election(
     shard: ShardId,
     after: ShardRecord,
     cause: UncleanCause,
-    end: LogEnd | Unopened | None,
+    leader: str,
+    end: int | None,
     *,
     given_up: Collection[str] = (),
     powered_off: bool = False,
     by: str = "",
     why: str = "",
 ) -> UncleanElection:
+    """The statement of a record that says so. `leader`: whose copy it is led from; `end`: that copy's, where it was told."""
     return UncleanElection(
         stream=after.stream,
         incarnation=shard.incarnation,
@@ -468,12 +471,12 @@ def _unclean(
         epoch=after.epoch,
         election=after.election,
         cause=cause,
-        leader=after.leader,
-        end=end.offset if isinstance(end, LogEnd) else None,
+        leader=leader,
+        end=end,
         given_up=tuple(sorted(given_up)),
         powered_off=powered_off,
         by=by,
-        why=why,
+        why=why[:WHY_CHARS_MAX],
     )
 
 

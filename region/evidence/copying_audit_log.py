@@ -37,8 +37,7 @@ from region.cluster.records import ELECTION_CHARS, ClusterKeys, ShardId, ShardRe
 from region.cluster.registry import EXPIRY_SLACK_MS
 from region.cluster.transactions import Transaction, unchanged
 from region.config import RegionConfig
-from region.copied_log import AUDIT
-from region.folder import RegionFolder
+from region.folder import AUDIT, RegionFolder
 from region.metadata.port import MetadataStore
 from region.metadata.records import AUDIT_STREAM, INCARNATION_BYTES
 from region.metadata.transaction import Absent, ModRevision, Put

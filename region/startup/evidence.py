@@ -13,9 +13,10 @@ from keys.bundle import SignedBundle
 from region.begun_folders import begun_log
 from region.cluster.audit_home import Before
 from region.clustered import Clustered
-from region.copied_log import AUDIT, NO_AUDIT
+from region.copied_log import NO_AUDIT
 from region.evidence.opening import open_evidence
 from region.evidence.witness_memory import WitnessMemory
+from region.folder import AUDIT
 from region.metadata.records import Stream
 from region.startup.ground import Ground
 from region.startup.metadata import Metadata, why_not

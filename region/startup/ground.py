@@ -28,8 +28,7 @@ from region.begun_folders import begun_folders
 from region.cluster.clocks import RegionClock
 from region.cluster.node_file import NAME as NODE_FILE
 from region.config import RegionConfig
-from region.folder import RegionFolder
-from region.inventory import STREAMS
+from region.folder import STREAMS, RegionFolder
 from region.log.directory import LogDirectory
 from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit, relays_max_of
 from region.metadata.port import MetadataStore

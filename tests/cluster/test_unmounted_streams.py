@@ -22,7 +22,7 @@ from cli.reconcile import _heard
 from felix.address import Address
 from felix.errors import RequestError, UnavailableError
 from region.config import load_config
-from region.inventory import AUDIT, STREAMS
+from region.folder import AUDIT, STREAMS
 from region.node import Node
 
 __all__ = ["etcd_of_each_test"]  # the fixture
