@@ -70,11 +70,11 @@ demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20
 demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-consumer, demo-restart, ...
 	@PYTHONPATH=. $(BIN)/python examples/demos/$(subst -,_,$*).py
 
-test: $(STAMP) ## all tests but those of `make test-slow` (SLOW_DISK=60: each sync takes up to 60 ms longer)
-	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+test: $(STAMP) ## all tests but those of `make test-slow` (SLOW_DISK=60: each sync takes up to 60 ms longer; SLOW_NEWS=300: brokers hear of changes in etcd up to 300 ms later)
+	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) TESTS_SLOW_NEWS_MS=$(SLOW_NEWS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP) ## the tests that `make test` leaves out: they take long, and a shorter one of the same stands there; run it before a release
-	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) FELIX_SLOW=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SLOW)
+	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) TESTS_SLOW_NEWS_MS=$(SLOW_NEWS) FELIX_SLOW=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SLOW)
 
 test-long: $(STAMP) ## the tests that have larger counts than in `make test`, with those (minutes)
 	@FELIX_LONG=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 $(LONG)

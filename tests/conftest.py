@@ -16,6 +16,7 @@ from long_runs import IS_LONG
 from processor_time import recorded
 from rewritten import compile_share
 from slow_disk import slow_down
+from slow_news import hear_late
 from swept import note, sweep
 from swept import tmp_path as tmp_path
 
@@ -33,6 +34,7 @@ settings.register_profile(
 )
 settings.load_profile("felix")
 slow_down()
+hear_late()
 
 REQUIRE = "FELIX_REQUIRE_PARTS"
 """Set by .ci/run, which installs the parts first: Java, etcd, chromium, systemd's and Prometheus' tools, and every package of the `dev` extra."""

@@ -203,6 +203,7 @@ def serve(folder: Path) -> None:
 
 if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).parents[1] / "slow_disk.py"))["slow_down"]()
+    runpy.run_path(str(Path(__file__).parents[1] / "slow_news.py"))["hear_late"]()
     import_commands()
     gc.collect()
     gc.freeze()
