@@ -403,17 +403,17 @@ def format_state(shard: ShardState) -> str:
 
 
 UNLED_S: Final = 2.0
-"""How long `describe` waits for a stream's leader before it asks whether there is one."""
+"""How often `describe` asks whether a stream has a leader while it waits for its answer: one that died is named until its lease ends."""
 
 
 async def _describe(region: str, identity: str, name: str) -> StreamState:
     async with connect(region, identity) as client:
         described = asyncio.ensure_future(client.describe_stream(name))
         try:
-            done, _ = await asyncio.wait({described}, timeout=UNLED_S)
-            # Nobody answers for a shard that nobody leads. Why, every broker knows.
-            if not done and (unled := await _unled(client, name)) is not None:
-                return unled
+            while not (await asyncio.wait({described}, timeout=UNLED_S))[0]:
+                # Nobody answers for a shard that nobody leads. Why, every broker knows.
+                if (unled := await _unled(client, name)) is not None:
+                    return unled
             return await described
         finally:
             # One that was awaited has told of its error already.

@@ -519,8 +519,9 @@ class Clustered:
         staying = {record.incarnation for record in records if self.why_it_stays(record)}
         found = draining.bound(view, leaving, staying)
         if found:
+            have = sorted(leaving | draining.drained_with(view, found))
             raise RequestError(
-                f"What {' and '.join(sorted(leaving))} {'has' if len(leaving) == 1 else 'have'} cannot all go: {draining.sentence(found)}.",
+                f"What {' and '.join(have)} {'has' if len(have) == 1 else 'have'} cannot all go: {draining.sentence(found)}.",
                 code=Code.CONFLICT,
                 hint=draining.way_out(view, found, leaving, self.member.region),
             )

@@ -28,16 +28,32 @@ class Bound(NamedTuple):
 
 
 def bound(view: ClusterView, leaving: Set[str], staying: Container[str] = ()) -> list[Bound]:
-    """What stays on the brokers `leaving`, once they are drained and all others are as they are. `staying`: incarnations of streams that stay whatever
-    brokers there are, which are not counted."""
-    found = []
+    """What stays on the brokers `leaving`, once they are drained and all others are as they are; and what has still to leave brokers that are drained
+    already, and then could not. `staying`: incarnations of streams that stay whatever brokers there are, which are not counted."""
+    drained, found = drained_of(view), []
     for shard, record in sorted(view.shards.items(), key=lambda item: (item[1].stream, item[0])):
-        if shard.incarnation in staying or leaving.isdisjoint(place_of(record)):
+        place = place_of(record)
+        if shard.incarnation in staying or (leaving | drained).isdisjoint(place):
             continue
         others, needed = len(_may_have(view, record, leaving)), max(record.min, 1)
-        if others < needed:
-            found.append(Bound(shard, record.stream, others, needed))
+        if others >= needed:
+            continue
+        if leaving.isdisjoint(place) and len(_may_have(view, record, frozenset())) < needed:
+            continue  # it stays already
+        found.append(Bound(shard, record.stream, others, needed))
     return found
+
+
+def drained_of(view: ClusterView) -> frozenset[str]:
+    """The brokers that nothing is to stay on."""
+    return frozenset(broker for broker, node in view.nodes.items() if node.drain)
+
+
+def drained_with(view: ClusterView, found: list[Bound]) -> Set[str]:
+    """Brokers that are drained already and have what was found."""
+    return drained_of(view).intersection(
+        broker for each in found for broker in place_of(view.shards[each.shard])
+    )
 
 
 def _may_have(view: ClusterView, record: ShardRecord, leaving: Set[str]) -> list[str]:
@@ -64,11 +80,7 @@ def sentence(found: list[Bound]) -> str:
 
 def way_out(view: ClusterView, found: list[Bound], leaving: Set[str], region: str) -> str:
     """What a person does first."""
-    drained = sorted(
-        broker
-        for broker, node in view.nodes.items()
-        if node.drain and broker not in leaving and broker in view.alive
-    )
+    drained = sorted(drained_of(view) & view.alive.keys() - leaving)
     away = sorted(broker for broker in view.nodes if broker not in view.alive and broker not in leaving)
     needed = max(each.needed for each in found) + len(leaving | {*drained} | {*away})
     ways = [

@@ -22,6 +22,7 @@ from region.cluster.transactions import Transaction
 from region.clustered import Clustered
 from region.config import ClusterBroker, ClusterConfig, MetadataConfig, RegionConfig, load_config
 from region.folder import RegionFolder
+from region.metadata.transaction import Put
 from region.node import Node
 
 LEASE_MS = 10_000
@@ -76,6 +77,16 @@ class ClusteredRegion:
         """Who leads a stream, as a running broker knows."""
         hosted = self.nodes[name].broker.streams.get(felix.StreamName.parse(stream))
         return "" if hosted is None else self.clustered(name).leader_of(hosted.record, 0)
+
+    async def heard(self) -> None:
+        """Wait until each running broker knows what the metadata store has: what one has changed, another one hears a moment later (slow_news.py)."""
+        mirror = self.clustered(next(iter(self.nodes))).member.mirror
+        told = await mirror._store.transact((), (Put(f"{mirror.view.keys.prefix}heard", b""),))
+        async with asyncio.timeout(60):
+            for name, node in self.nodes.items():
+                member = self.clustered(name).member
+                await member.until(lambda view=member.mirror.view: view.revision >= told.revision)
+                await node.services.governance._mirror.wait_for(told.revision)
 
     async def in_sync(self, name: str, stream: str) -> None:
         """Wait until a running broker knows that the stream's copies on all brokers that run are in sync, and no others."""

@@ -73,6 +73,7 @@ async def one_disk(home: Path, etcd: EtcdProcess, brokers: int = 2) -> AsyncIter
         await store.transact([], [Put(KEYS.audit_home, AuditHome("b1").encode().encode())])
     try:
         await region.start("b1")
+        await region.heard()
         trail = trail_of(region, "b1")
         await asyncio.to_thread(trail.keep_document, DOCUMENT)
         await trail.append([key_leaf(number) for number in range(LEAVES)])

@@ -43,6 +43,19 @@ def test_a_shard_stays_where_fewer_others_may_have_copies_than_a_commit_needs(
     assert not draining.bound(stage.view(), {*leaving}, {SHARD.incarnation})
 
 
+def test_a_broker_without_a_copy_is_not_drained_as_well_where_one_that_is_drained_still_has_to_go() -> None:
+    stage = Stage("abcd")
+    stage.place("abc", min=3, replicas=tuple("abc"))
+    assert stage.do(registration.drain(stage.view(), "a", on=True))
+    found = draining.bound(stage.view(), {"d"})
+    assert [each.shard for each in found] == [SHARD]
+    assert draining.drained_with(stage.view(), found) == {"a"}
+    # Where it has to stay whatever becomes of d, d need not.
+    stage.die("d")
+    assert [each.shard for each in draining.bound(stage.view(), {"a"})] == [SHARD]
+    assert not draining.bound(stage.view(), {"d"})
+
+
 def test_a_broker_that_is_away_may_keep_a_copy_and_gets_none() -> None:
     stage = Stage("abc")
     stage.place("ab", min=2, replicas=("a", "b"))

@@ -95,6 +95,7 @@ async def test_what_one_broker_wrote_each_opens_with_the_keys_that_they_share(
         for leader, other in (("b1", "b2"), ("b2", "b1")):
             name = felix.StreamName.parse(await led_by(region, client, leader))
             await client.stream(name).publish(b"shared")
+            await region.heard()
             hosted = region.nodes[leader].broker.streams.get(name)
             assert hosted is not None
             (stored,) = await hosted.shard(0).read_sealed(0, 1 << 20)
@@ -277,6 +278,7 @@ async def test_a_region_of_before_brokers_copied_the_log_keeps_it_on_the_disk_of
     claim = ClusterMember._claim_audit
     monkeypatch.setattr(ClusterMember, "_claim_audit", before)
     async with serving(tmp_path, etcd, 2) as region, region.client("b2") as client:
+        await region.heard()
         assert [region.clustered(name).has_audit_log for name in region.nodes] == [True, False]
         assert await client.describe_mesh()
         trails = {name: node.services.governance.trail for name, node in region.nodes.items()}
@@ -319,7 +321,7 @@ async def test_a_stream_is_deleted_through_any_broker_and_made_again_elsewhere(
         await client.stream(name).publish(b"gone")
         await client.delete_stream(name)
         await until(lambda: region.nodes["b2"].broker.streams.get(name) is None)
-        assert not region.nodes["b2"]._parts.directory.shards
+        await until(lambda: not region.nodes["b2"]._parts.directory.shards)
         await client.create_stream(name)
         async with client.stream(name).publisher() as publisher:
             assert await publisher.publish(b"new") == 0

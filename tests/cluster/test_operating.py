@@ -118,6 +118,7 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
         assert of(await client.describe(), drained).copies == 0, "nothing more is placed there"
         await client.drain_broker(drained, drain=False)
         assert not of(await client.describe(), drained).is_drained
+        await region.heard()  # the controller too
         moves = await client.rebalance(dry_run=True)
         assert moves.total >= 1 and any(drained in move.then for move in moves.moves)
         begun = await client.rebalance()
@@ -303,6 +304,7 @@ async def test_a_shard_that_is_led_below_its_min_is_not_recovered_and_is_told_wh
 async def test_two_drains_at_once_do_not_leave_too_few_brokers_between_them(region: ClusteredRegion) -> None:
     async with region.client("b1") as one, region.client("b2") as two:
         await one.create_stream(STREAM, replicas=3, min_in_sync=3)
+        await region.heard()
         told = await asyncio.gather(one.drain_broker("b1"), two.drain_broker("b2"), return_exceptions=True)
         refused = [each for each in told if each is not None]
         assert len(refused) == 1 and "cannot all go" in str(refused[0])
@@ -324,6 +326,7 @@ async def test_a_broker_that_is_gone_for_good_is_retired_once_no_shard_names_it(
         async with asyncio.timeout(90):
             await region.clustered("b1").member.until(lambda: not copies(region, gone))
         await region.stop(gone)
+        await region.heard()
         # Also where nobody hears that it was done.
         region.lose_answers("b1")
         await client.retire_broker(gone)

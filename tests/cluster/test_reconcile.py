@@ -198,6 +198,7 @@ async def test_a_broker_that_was_retired_stays_so_in_a_store_that_knows_it_again
                 )
             )
         await region.stop(gone)
+        await region.heard()
         await client.retire_broker(gone)
         await publish(client, ORDERS, 5, 10)
         data = region.folder.root / "data"

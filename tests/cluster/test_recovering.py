@@ -132,6 +132,7 @@ async def test_a_copy_that_was_given_up_and_comes_back_says_at_every_broker_what
             await client.stream(STREAM).publish(b"%d" % number)
     await region.stop(leader)
     await region.start(*others)
+    await region.heard()
     async with region.client(others[0]) as client:
         assert "with records to 2" in await client.recover_shard(
             STREAM, 0, others[1], lost=[leader], powered_off=True

@@ -179,6 +179,7 @@ async def test_a_region_that_says_so_gives_new_streams_several_copies_where_they
 
 
 async def test_brokers_on_several_hosts_give_new_streams_up_to_three_copies(region: ClusteredRegion) -> None:
+    await region.heard()
     shown = region.clustered("b1").member.mirror.view.nodes
     hosts = {name: msgspec.structs.replace(node, host=f"host-of-{name}") for name, node in shown.items()}
     async with region.client("b1") as client:
