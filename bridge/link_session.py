@@ -424,7 +424,7 @@ class LinkSession:
         return opened.crossed_more and header.next_offset > end and opened.position < header.base_offset
 
     async def _cross(self, item: SealedBatch, header: BatchHeader, rate: TokenBucket | None) -> bool:
-        """Steps 5 to 8 for one batch. False where the grant does not hold any more, or its rate asks for a pause; then the rest of it stays."""
+        """Steps 5 to 8 for one batch. False where the grant does not hold any more, its rate asks for a pause, or what it has become waits already; then the rest of it stays."""
         self._context.failpoints.at("read")
         data_key = self._data_keys.get(header.key_id)
         if data_key is None:
@@ -441,8 +441,9 @@ class LinkSession:
         if plain_bytes <= LARGE_BYTES:
             yield
             return
-        large, row = self._context.large, self._link.row
-        place = large.ask(row.grant, row.stream)
+        assert self._route is not None
+        large = self._context.large
+        place = large.ask(self._route.terms.stream, self._link.row.stream)
         try:
             while not place.given.is_set():
                 self._require_going()
@@ -471,6 +472,9 @@ class LinkSession:
         sorted_ = await self._stepped(sort_records(opened, route, self._before))  # 6
         at("transform")
         for sealed in await self._stepped(seal_ranges(sorted_, route, window.next_offset)):  # 7
+            if window.is_crowded:
+                # The batch is cut in the same places once more when there is room, and the rest of it crosses then.
+                return False
             is_new = window.is_new(sealed.last_offset)
             packed = await self._stepped(range_entries(sealed, route, withheld=is_new))
             # Only now: while that was made the grant may have ended.

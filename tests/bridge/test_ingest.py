@@ -216,6 +216,33 @@ async def test_a_range_without_an_answer_is_not_answered_before_it_is_durable(
     assert [(ack.first_offset, ack.last_offset) for ack in acks] == [(0, 0), (1, 1)]
 
 
+async def test_leaves_that_are_on_their_way_are_bounded_also_where_a_disk_stands_still(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An envelope of 200 kB may have 4.4 MB of leaves, and so many again in the note beside the stream; a window has 24."""
+    monkeypatch.setattr("region.crossing.ingest.LEAVES_BYTES_MAX", 1_500)
+    grant, sent = await granted(mesh), 0
+    async with rogue(mesh, *grant) as agent:
+        stream = await agent.open()
+        agent.send(stream, 0, [b"0"])
+        await agent.receipt(stream)
+        shard = destination(mesh)
+        with slow_disk(shard, monkeypatch):
+            for sent in range(1, 9):
+                agent.send(stream, sent, [b"%d" % sent])
+            await until(lambda: shard.log_end_offset > 1, "an append on its way")
+            await asyncio.sleep(0.5)
+            assert shard.log_end_offset == 2, "a leaf has some 800 bytes"
+        await agent.receipt(stream, 1 + sent)
+        # What was sent again has no note, and is bounded as well.
+        for again in range(1, 9):
+            agent.send(stream, again, [b"%d" % again])
+        await agent.receipt(stream, 1 + 2 * sent)
+    await mesh.stop("eu-west")
+    acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
+    assert [ack.first_offset for ack in acks] == list(range(9)) and mesh.verify_ingress().ok
+
+
 async def test_no_receipt_for_contents_that_never_landed(mesh: Mesh) -> None:
     grant = await granted(mesh)
     async with rogue(mesh, *grant) as agent:
