@@ -470,7 +470,7 @@ async def test_a_link_that_is_to_stop_leaves_the_batch_that_it_is_working_on() -
 async def test_a_batch_that_becomes_many_times_as_long_waits_in_part_and_each_of_its_records_crosses_once() -> None:
     """What waits for receipts is held in memory, of each link; the rest is made again, cut in the same places, once there is room."""
     way, window = route(), SendWindow(
-        position=100, accounted_to=None, unanswered=(), envelopes_max=24, credit_bytes=2_000
+        position=100, accounted_to=None, unanswered=(), envelopes_max=24, credit_bytes=1_000
     )
     announced, most = list[tuple[int, int]](), 0
     context: Any = SimpleNamespace(
@@ -501,7 +501,7 @@ async def test_a_batch_that_becomes_many_times_as_long_waits_in_part_and_each_of
     session._data_keys[decode_batch(item.body).header.key_id] = data_key()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge.crossing.SEALABLE_BYTES_MAX", 1_000)
-        patch.setattr("bridge.link.AHEAD_BYTES", 3_000)
+        patch.setattr("bridge.link.AHEAD_BYTES", 1_000)
         rounds = 0
         while rounds == 0 or session._held is not None:
             await session._deal(item, None)
@@ -511,7 +511,7 @@ async def test_a_batch_that_becomes_many_times_as_long_waits_in_part_and_each_of
             while not window.is_empty:
                 for sent in window.sendable():
                     window.answered(sent.last_offset + 1)
-    assert rounds > 2 and most < 2_000 + 3_000 + 2_000
+    assert rounds > 2 and most < 1_000 + 1_000 + 2_000
     assert [first for first, _ in announced] == [100, *(last + 1 for _, last in announced[:-1])]
     assert announced[-1][1] == 163
 

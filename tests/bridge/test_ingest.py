@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -220,7 +221,7 @@ async def test_leaves_that_are_on_their_way_are_bounded_also_where_a_disk_stands
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An envelope of 200 kB may have 4.4 MB of leaves, and so many again in the note beside the stream; a window has 24."""
-    monkeypatch.setattr("region.crossing.ingest.LEAVES_BYTES_MAX", 1_500)
+    monkeypatch.setattr("region.crossing.ingest.LEAVES_BYTES_MAX", 1_000)
     grant, sent = await granted(mesh), 0
     async with rogue(mesh, *grant) as agent:
         stream = await agent.open()
@@ -232,7 +233,7 @@ async def test_leaves_that_are_on_their_way_are_bounded_also_where_a_disk_stands
                 agent.send(stream, sent, [b"%d" % sent])
             await until(lambda: shard.log_end_offset > 1, "an append on its way")
             await asyncio.sleep(0.5)
-            assert shard.log_end_offset == 2, "a leaf has some 800 bytes"
+            assert shard.log_end_offset <= 4, "a leaf has some 700 bytes"
         await agent.receipt(stream, 1 + sent)
         # What was sent again has no note, and is bounded as well.
         for again in range(1, 9):
