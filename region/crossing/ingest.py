@@ -36,7 +36,7 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -132,7 +132,12 @@ SETTLED_S: Final = 10.0
 HOLD_S: Final = 0.25
 """How soon an envelope that is held back to a rate looks whether it may still cross."""
 
+CHECK_STEP_OFFSETS: Final = 4_096
+"""Offsets of one step that are looked for among those that crossed: a millisecond."""
+
 _RECEIPT: Final = struct.Struct(">Q")
+
+T = TypeVar("T")
 
 
 class IngestService:
@@ -217,6 +222,19 @@ def _link_shard(scope: TransferScope) -> LinkShard:
         scope.shard,
         str(scope.destination),
     )
+
+
+def _check_new(before: OffsetSet, offsets: Sequence[int]) -> Steps[bool]:
+    """Raises RequestError(CONFLICT) for a record that crossed before a resend; True where none did."""
+    for at in range(0, len(offsets), CHECK_STEP_OFFSETS):
+        twice = next((offset for offset in offsets[at : at + CHECK_STEP_OFFSETS] if offset in before), None)
+        if twice is not None:
+            raise RequestError(
+                f"The record at source offset {twice} crossed before; a resend is for those that stayed.",
+                code=Code.CONFLICT,
+            )
+        yield
+    return True
 
 
 def _bridged(batch: Batch) -> Batch:
@@ -610,8 +628,10 @@ class IngestStream:
         )
         if found is None:
             return
-        if header.base_offset < self._before.next:
-            self._check_new(found.offsets)
+        if header.base_offset < self._before.next and not await self._stepped(
+            _check_new(self._before, found.offsets)
+        ):
+            return
         charge = found.size_bytes or EMPTY_RANGE_BYTES
         if not await self._turn(charge if again is None else 0) or not await self._leaf_room(found):
             return
@@ -672,16 +692,7 @@ class IngestStream:
             as_it_is=True,
         )
 
-    def _check_new(self, offsets: Sequence[int]) -> None:
-        """Raises RequestError(CONFLICT) for a record that crossed before a resend."""
-        twice = next((offset for offset in offsets if offset in self._before), None)
-        if twice is not None:
-            raise RequestError(
-                f"The record at source offset {twice} crossed before; a resend is for those that stayed.",
-                code=Code.CONFLICT,
-            )
-
-    async def _stepped(self, steps: Steps) -> Inspected | None:
+    async def _stepped(self, steps: Steps[T]) -> T | None:
         """Run the steps; other work runs in between. None if the stream ended meanwhile."""
         now = asyncio.get_running_loop().time
         begun = now()
@@ -689,7 +700,7 @@ class IngestStream:
             try:
                 next(steps)
             except StopIteration as ended:
-                found: Inspected = ended.value
+                found: T = ended.value
                 return found
             if now() - begun >= STEP_S:
                 await asyncio.sleep(0)
