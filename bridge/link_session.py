@@ -39,8 +39,9 @@ from bridge.crossing import (
 )
 from bridge.endpoint import RegionEndpoint
 from bridge.link import Announced, LinkEvent, OnTheWay, SendWindow, Todo
-from bridge.link_context import LARGE_BYTES, Link, LinkContext, LinkMemory
+from bridge.link_context import LARGE_BYTES, STEP_S, Link, LinkContext, LinkMemory
 from bridge.link_opening import LinkOpening
+from bridge.places import Place, Places, Turns
 from bridge.plan import PlannedLink, Verdict
 from bridge.tracing import CrossingTracing
 from bridge.wire import IngestChannel, SealedBatch, SealedFeed
@@ -70,8 +71,6 @@ SETTLE_S: Final = 0.02
 IDLE_S: Final = 0.25
 """How soon a link that nothing wakes looks at clock and plan: a grant that expires stops within this."""
 
-STEP_S: Final = 0.005
-"""How long the work on a batch may hold the event loop before others have their turn."""
 IDLE_TURN_S: Final = 0.0005
 """An iteration of the event loop that took no longer had nothing else to do."""
 
@@ -135,6 +134,10 @@ class LinkSession:
         self._data_keys: dict[bytes, DataKey] = {}
         self._secrets: LinkSecrets | None = None
         self._transform: Transform | None = None
+        self._turn: Place | None = None
+        """that it has, or waits for"""
+        self._worked_from = 0.0
+        """since when it has worked in this turn, by the monotonic clock"""
         self._append_times: dict[int, int] = {}
         self._spans: dict[int, Span | None] = {}
 
@@ -431,9 +434,12 @@ class LinkSession:
             data_key = await self._take_data_key(header)
         try:
             async with self._place(header.plain_length):
+                await self._take_turn()
                 return await self._cross_stepped(item, header, data_key, rate)
         except _InterruptedError:
             return False
+        finally:
+            self._leave_turn()
 
     @asynccontextmanager
     async def _place(self, plain_bytes: int) -> AsyncIterator[None]:
@@ -441,18 +447,36 @@ class LinkSession:
         if plain_bytes <= LARGE_BYTES:
             yield
             return
-        assert self._route is not None
         large = self._context.large
-        place = large.ask(self._route.terms.stream, self._link.row.stream)
+        place = self._ask(large)
         try:
-            while not place.given.is_set():
-                self._require_going()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(IDLE_S):
-                        await place.given.wait()
+            await self._given(place)
             yield
         finally:
             large.leave(place)
+
+    async def _take_turn(self) -> None:
+        """Wait until no other link works on a batch, in fair order. Raises as `_require_going`."""
+        self._turn = self._ask(self._context.turns)
+        await self._given(self._turn)
+        self._worked_from = self._context.runtime.clock.monotonic()
+
+    def _leave_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._context.turns.leave(turn, self._context.runtime.clock.monotonic() - self._worked_from)
+
+    def _ask(self, places: Places | Turns) -> Place:
+        assert self._route is not None
+        return places.ask(self._route.terms.stream, self._link.row.stream)
+
+    async def _given(self, place: Place) -> None:
+        """Raises as `_require_going`."""
+        while not place.given.is_set():
+            self._require_going()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S):
+                    await place.given.wait()
 
     def _require_going(self) -> None:
         """Raises _InterruptedError where the link is to stop, and what ends the session."""
@@ -529,6 +553,13 @@ class LinkSession:
                 begun = monotonic()
 
     async def _give_way(self, held_s: float) -> None:
+        """First whoever else is on the event loop, while no link works; then other links, one at a time."""
+        await self._let_others(held_s)
+        self._worked_from = self._context.runtime.clock.monotonic()
+        self._leave_turn()
+        await self._take_turn()
+
+    async def _let_others(self, held_s: float) -> None:
         monotonic = self._context.runtime.clock.monotonic
         now = monotonic()
         end = now + held_s

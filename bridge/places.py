@@ -67,3 +67,40 @@ class Places:
             del streams[place.stream]
         if not streams:
             del self._waiting[place.pattern]
+
+
+class Turns:
+    """Who works on the event loop, one at a time and in the order of `Places`. Invariant: between two iterations of the loop, all together work `most_s` and one step at most,
+    however many they are; so nobody else on the loop waits for longer."""
+
+    def __init__(self, most_s: float) -> None:
+        self._places = Places(1)
+        self._most_s = most_s
+        self._worked_s = 0.0
+        """since the loop's last iteration"""
+        self._left: Place | None = None
+        """that is given on with the next one"""
+        self._is_counting = False
+
+    def ask(self, pattern: str, stream: str) -> Place:
+        return self._places.ask(pattern, stream)
+
+    def leave(self, place: Place, worked_s: float) -> None:
+        """It is over after so much work in this iteration, or not waited for any more."""
+        if not place.given.is_set():
+            self._places.leave(place)
+            return
+        if not self._is_counting:
+            self._is_counting = True
+            asyncio.get_running_loop().call_soon(self._count_anew)
+        self._worked_s += worked_s
+        if self._worked_s < self._most_s:
+            self._places.leave(place)
+        else:
+            self._left = place
+
+    def _count_anew(self) -> None:
+        left, self._left = self._left, None
+        self._worked_s, self._is_counting = 0.0, False
+        if left is not None:
+            self._places.leave(left)

@@ -26,6 +26,7 @@ from bridge.crossing import (
     Packed,
     Route,
     SealedRange,
+    Steps,
     compile_terms,
     finished,
     open_sealed,
@@ -36,9 +37,9 @@ from bridge.crossing import (
     sort_records,
 )
 from bridge.link import OnTheWay, SendWindow
-from bridge.link_context import LARGE_AT_ONCE, LARGE_BYTES, LinkContext
-from bridge.link_session import STEP_S, LinkSession
-from bridge.places import Places
+from bridge.link_context import LARGE_AT_ONCE, LARGE_BYTES, STEP_S, LinkContext
+from bridge.link_session import LinkSession
+from bridge.places import Places, Turns
 from bridge.plan import Verdict
 from bridge.wire import SealedBatch
 from felix.batch import (
@@ -423,6 +424,7 @@ async def _costly(*, is_leaving: bool = False) -> tuple[int, list[int], bool]:
         require_whole=lambda region, link: None,
         held=str,
         large=Places(1),
+        turns=Turns(STEP_S),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
@@ -481,6 +483,7 @@ async def test_a_batch_that_becomes_many_times_as_long_waits_in_part_and_each_of
         require_whole=lambda region, link: None,
         held=str,
         large=Places(1),
+        turns=Turns(STEP_S),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
@@ -563,6 +566,7 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
         require_whole=lambda region, link: None,
         held=str,
         large=Places(1),
+        turns=Turns(STEP_S),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
@@ -600,3 +604,49 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
     now[0] += rate.wait_s(now[0])
     await held._deal(item, rate)
     assert (held.announced, held.consumed, held._held) == ([(100, 139)], [4_000], None)
+
+
+async def test_costly_batches_in_many_shards_of_a_stream_take_no_more_turns_than_the_batches_of_another_grant() -> None:
+    """Also small ones, which need no place: whose links are many has no more of the agent than whose link is one."""
+    worked, ticks, done = list[str](), count(), asyncio.Event()
+    context: Any = SimpleNamespace(
+        failpoints=SimpleNamespace(at=lambda _: None),
+        clock_ms=lambda: 0,
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: next(ticks) / 128)),
+        large=Places(1),
+        turns=LinkContext.__dataclass_fields__["turns"].default_factory(),
+    )
+
+    class Session(LinkSession):
+        async def _cross_stepped(self, item: Any, header: Any, *_: Any) -> bool:
+            return await self._stepped(self._works(item))
+
+        def _works(self, grant: str) -> Steps[bool]:
+            for _ in range(10):
+                worked.append(grant)
+                yield
+            return True
+
+    def session(grant: str, shard: int) -> Session:
+        link, other = link_row(), SimpleNamespace()
+        link.row = SimpleNamespace(grant=grant, stream=f"acme/ops/{grant}", shard=shard, verdict=Verdict.RUN)
+        made = Session(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
+        made._route = SimpleNamespace(terms=SimpleNamespace(stream=f"acme/ops/{grant}"))  # type: ignore[assignment]
+        made._data_keys[b"k"] = data_key()
+        return made
+
+    async def carry(link: Session, grant: str, batches: int) -> None:
+        for _ in range(batches):
+            if not done.is_set():
+                await link._cross(grant, SimpleNamespace(key_id=b"k", plain_length=1_000), None)  # type: ignore[arg-type]
+
+    others = [asyncio.ensure_future(carry(session("costly", shard), "costly", 1_000)) for shard in range(30)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        await carry(session("mine", 0), "mine", 5)
+    done.set()
+    for each in others:
+        each.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    between = "".join(grant[0] for grant in worked).split("m")[1:-1]
+    assert len(between) == 49 and max(map(len, between)) <= 2

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.places import Place, Places
+from bridge.places import Place, Places, Turns
 
 
 def given_of(asked: list[Place]) -> list[Place]:
@@ -73,3 +74,38 @@ def test_so_many_at_once_and_nobody_waits_beside_a_free_one(
         lacking = {place.pattern for place in waiting} - {place.pattern for place in given}
         turns = {each: [*turns.get(each, ()), *(new if each in turns else ())] for each in lacking}
         assert all(max(Counter(held).values(), default=0) <= 1 for held in turns.values())
+
+
+async def test_however_many_take_turns_the_loop_goes_on_after_one_share_of_work() -> None:
+    """Each batch is worked on within a share, so nobody gives way in between; all of them together would hold the loop."""
+    turns, shares, iterations = Turns(4.0), list[int](), 0
+
+    async def work(number: int) -> None:
+        for _ in range(5):
+            place = turns.ask(f"p{number % 3}", f"s{number}")
+            await place.given.wait()
+            shares.append(iterations)
+            turns.leave(place, 1.0)
+
+    async def beside() -> None:
+        nonlocal iterations
+        while True:
+            await asyncio.sleep(0)
+            iterations += 1
+
+    other = asyncio.ensure_future(beside())
+    await asyncio.gather(*(work(number) for number in range(40)))
+    other.cancel()
+    assert len(shares) == 200 and max(Counter(shares).values()) <= 5
+
+
+async def test_who_waits_for_a_turn_no_more_is_passed_by_and_a_turn_that_was_left_is_given_once() -> None:
+    turns = Turns(1.0)
+    first, gone, second = (turns.ask("p", "s") for _ in range(3))
+    turns.leave(gone, 0.0)
+    turns.leave(first, 2.0)
+    assert not second.given.is_set(), "the loop goes on first"
+    await asyncio.sleep(0)
+    assert second.given.is_set() and not gone.given.is_set()
+    turns.leave(second, 0.5)
+    assert turns.ask("q", "s").given.is_set()
