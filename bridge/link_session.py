@@ -450,15 +450,20 @@ class LinkSession:
         large = self._context.large
         place = self._ask(large)
         try:
-            await self._given(place)
+            while not place.given.is_set():
+                self._require_going()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_S):
+                        await place.given.wait()
             yield
         finally:
             large.leave(place)
 
     async def _take_turn(self) -> None:
-        """Wait until no other link works on a batch, in fair order. Raises as `_require_going`."""
-        self._turn = self._ask(self._context.turns)
-        await self._given(self._turn)
+        """Wait until no other link works on a batch, in fair order: for a step of each of them at most."""
+        self._turn = turn = self._ask(self._context.turns)
+        if not turn.given.is_set():
+            await turn.given.wait()
         self._worked_from = self._context.runtime.clock.monotonic()
 
     def _leave_turn(self) -> None:
@@ -469,14 +474,6 @@ class LinkSession:
     def _ask(self, places: Places | Turns) -> Place:
         assert self._route is not None
         return places.ask(self._route.terms.stream, self._link.row.stream)
-
-    async def _given(self, place: Place) -> None:
-        """Raises as `_require_going`."""
-        while not place.given.is_set():
-            self._require_going()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(IDLE_S):
-                    await place.given.wait()
 
     def _require_going(self) -> None:
         """Raises _InterruptedError where the link is to stop, and what ends the session."""

@@ -41,7 +41,9 @@ class Places:
         """It is used no more, or not waited for any more."""
         if place.given.is_set():
             self._free += 1
-            self._held -= Counter((place.pattern,))
+            self._held[place.pattern] -= 1
+            if not self._held[place.pattern]:
+                del self._held[place.pattern]
         else:
             self._take_out(place)
         self._give()
