@@ -29,7 +29,6 @@ from typing import Final, NamedTuple
 from felix.errors import Code, CorruptionError, ProtocolError
 from felix.frames import FRAME_HEADER_BYTES
 
-
 AHEAD_BYTES: Final = 4 << 20
 """What one batch may make of envelopes that wait besides those that may be on the way: all of a batch without rules. A megabyte of short values, for which rules put long ones, becomes 35 MB that no frame makes
 shorter, on each of 60 links."""

@@ -146,7 +146,9 @@ def test_a_policy_that_is_named_again_and_again_is_read_once(
     tally("leaves that name a policy again", 5 * 2 * len(leaves))
 
 
-@pytest.mark.parametrize("overlaps", [b"FXwl" + bytes(4) + (65_535).to_bytes(4), b"FXwl"], ids=["whole", "first four"])
+@pytest.mark.parametrize(
+    "overlaps", [b"FXwl" + bytes(4) + (65_535).to_bytes(4), b"FXwl"], ids=["whole", "first four"]
+)
 def test_what_looks_like_records_in_a_damaged_write_ahead_file_is_not_looked_at_without_end(
     log: Path, overlaps: bytes, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:

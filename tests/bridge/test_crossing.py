@@ -469,10 +469,13 @@ async def test_a_link_that_is_to_stop_leaves_the_batch_that_it_is_working_on() -
     assert turns < 5
 
 
-async def test_a_batch_that_becomes_many_times_as_long_waits_in_part_and_each_of_its_records_crosses_once() -> None:
+async def test_a_batch_that_becomes_many_times_as_long_waits_in_part_and_each_of_its_records_crosses_once() -> (
+    None
+):
     """What waits for receipts is held in memory, of each link; the rest is made again, cut in the same places, once there is room."""
-    way, window = route(), SendWindow(
-        position=100, accounted_to=None, unanswered=(), envelopes_max=24, credit_bytes=1_000
+    way, window = (
+        route(),
+        SendWindow(position=100, accounted_to=None, unanswered=(), envelopes_max=24, credit_bytes=1_000),
     )
     announced, most = list[tuple[int, int]](), 0
     context: Any = SimpleNamespace(
@@ -606,7 +609,9 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
     assert (held.announced, held.consumed, held._held) == ([(100, 139)], [4_000], None)
 
 
-async def test_costly_batches_in_many_shards_of_a_stream_take_no_more_turns_than_the_batches_of_another_grant() -> None:
+async def test_costly_batches_in_many_shards_of_a_stream_take_no_more_turns_than_the_batches_of_another_grant() -> (
+    None
+):
     """Also small ones, which need no place: whose links are many has no more of the agent than whose link is one."""
     worked, ticks, done = list[str](), count(), asyncio.Event()
     context: Any = SimpleNamespace(

@@ -44,7 +44,11 @@ def test_the_newest_leaves_are_shown_however_many_there_are(tmp_path: Path) -> N
     write_log(tmp_path, EGRESS_ORIGIN, egress_appends(10))
     count = int((tmp_path / "checkpoint").read_text().split("\n")[1])
     assert show(tmp_path, "--last", "1").count(" ACK ") == 1
-    assert show(tmp_path, "--last", "0").count(" ACK ") == show(tmp_path, "--last", str(count)).count(" ACK ") == 10
+    assert (
+        show(tmp_path, "--last", "0").count(" ACK ")
+        == show(tmp_path, "--last", str(count)).count(" ACK ")
+        == 10
+    )
     assert "Invalid value" in _usage(tmp_path, "--last", "-1")
 
 
@@ -54,7 +58,9 @@ def _usage(log: Path, *more: str) -> str:
     return done.output
 
 
-def test_an_unclean_election_is_told_by_its_statement_and_not_by_the_sentence_beside_it(tmp_path: Path) -> None:
+def test_an_unclean_election_is_told_by_its_statement_and_not_by_the_sentence_beside_it(
+    tmp_path: Path,
+) -> None:
     said = UncleanElection(
         stream="acme/ops/orders", incarnation="ab" * 16, shard=3, epoch=9, election="0a", cause="recovered", leader="b2",
         given_up=("b1", "b3"),
