@@ -26,6 +26,8 @@ UncleanCause = Literal["recovered", "reconciled", "power-cut"]
 BROKERS_MAX: Final = 128
 """Named as given up in one statement: as many as a region has."""
 WHY_CHARS_MAX: Final = 1_000
+WHY_SHOWN_CHARS: Final = 300
+"""Of it in a sentence that would be too long for a leaf: there is room for fifteen of the longest names besides."""
 _INCARNATION_CHARS: Final = 2 * INCARNATION_BYTES
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -88,16 +90,29 @@ class UncleanElection(
 
     @property
     def sentence(self) -> str:
-        """For a person: as much as a leaf holds of it. The statement has the rest."""
+        """For a person: as much as a leaf holds of it. Whole names, how many others there are, and what is said of all of them; the statement has the rest."""
+        whole = self._sentence(len(self.given_up), self.why)
+        if len(whole) <= SENTENCE_CHARS_MAX:
+            return whole
+        why = self.why if len(self.why) <= WHY_SHOWN_CHARS else f"{self.why[:WHY_SHOWN_CHARS]}…"
+        named = len(self.given_up)
+        while named > 1 and len(self._sentence(named, why)) > SENTENCE_CHARS_MAX:
+            named -= 1
+        return self._sentence(named, why)
+
+    def _sentence(self, named: int, why: str) -> str:
+        """With so many of those that were given up by name."""
         has = "" if self.end is None else f", whose copy ends before record {self.end},"
-        up = ", ".join(self.given_up) or "nobody's copy"
+        others = len(self.given_up) - named
+        up = ", ".join(self.given_up[:named]) or "nobody's copy"
+        if others:
+            up = f"{up} and {others} more"
         off = " (said to be powered off)" if self.powered_off and self.given_up else ""
-        why = f" {self.why[:1].upper()}{self.why[1:]}." if self.why else ""
-        text = (
+        why = f" {why[:1].upper()}{why[1:]}." if why else ""
+        return (
             f"Broker {self.leader}{has} leads shard {self.shard} of {self.stream} from epoch {self.epoch} on, and may lack what was acknowledged before. "
             f"Given up: {up}{off}.{why}"
         )
-        return text if len(text) <= SENTENCE_CHARS_MAX else f"{text[: SENTENCE_CHARS_MAX - 1]}…"
 
 
 def unclean_leaf(said: UncleanElection, *, region: str, time_ms: int, writer: str) -> Leaf:
@@ -124,14 +139,28 @@ def unclean_leaf(said: UncleanElection, *, region: str, time_ms: int, writer: st
 
 
 def mistake(header: Header) -> str:
-    """Why a leaf of the kind UNCLEAN is not what its statement says; or an empty string. Of its sentence nothing is asked: it is for people."""
+    """Why a leaf of the kind UNCLEAN is not what its statement says; or an empty string. Of its sentence nothing is asked: whoever shows the leaf takes the statement's (`told`)."""
     try:
         said = UncleanElection.decode(header.document, "Its document")
     except CorruptionError as error:
         return f"UNCLEAN: {error.sentence}"
+    if said.encode() != header.document:
+        # Of a name that stands twice in a JSON object one reader takes the last, and another the first.
+        return "UNCLEAN: Its document is not written as a statement is."
     leaf = unclean_leaf(
         said, region=header.destination_region, time_ms=header.time_ms, writer=header.actor
     ).header
     names = ("stream", "shard", "source_epoch", "incarnation", "actor", "action")
     differing = [name for name in names if getattr(header, name) != getattr(leaf, name)]
     return f"UNCLEAN: leaf and statement differ in {', '.join(differing)}." if differing else ""
+
+
+def told(header: Header) -> dict[str, str]:
+    """What is shown of a leaf in place of its own fields: of one of the kind UNCLEAN what its statement says in words. Its own sentence is another text by the same hand, and holds
+    less. Nothing of other leaves, nor where the statement cannot be read, which the verification finds."""
+    if header.kind is not Kind.UNCLEAN:
+        return {}
+    try:
+        return {"sentence": UncleanElection.decode(header.document, "Its document").sentence}
+    except CorruptionError:
+        return {}

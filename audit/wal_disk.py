@@ -48,6 +48,10 @@ _SUFFIX: Final = ".wal"
 _CHUNK_BYTES: Final = 1 << 20
 """What one write call is given: the kernel copies it while other threads run."""
 
+LOOKS_MAX: Final = 1 << 16
+"""Places behind what does not read that look like records, as they overlap, and are none. A crash leaves a few. Each may have as many bytes as a leaf to be hashed, and a file
+has room for twenty million."""
+
 _CHECKSUM_AT: Final = RECORD_HEADER_BYTES - 8
 assert _RECORD.size == RECORD_HEADER_BYTES
 
@@ -151,11 +155,14 @@ def read_segment(data: bytes, name: str, first: int, last_segment: bool) -> Iter
 
 
 def _named_durable(data: bytes, start: int, number: int) -> bool:
-    """True where a later record says that leaf `number` was durable. Only that tells damage from a torn write."""
-    at = data.find(_MAGIC, start)
+    """True where a later record says that leaf `number` was durable. Only that tells damage from a torn write; and what no write leaves, torn or not, is damage."""
+    at, looks = data.find(_MAGIC, start), 0
     while at >= 0:
         record = read_record(data, at)
         if record is not None and record.number >= record.durable > number:
+            return True
+        looks += record is None
+        if looks > LOOKS_MAX:
             return True
         at = data.find(_MAGIC, at + 1 if record is None else record.end)
     return False

@@ -15,7 +15,7 @@ Invariants of a `SendWindow`:
 - an envelope leaves only after its leaves are durable, in the order of the ranges, and within the credit given;
 - a range whose leaves stand in the log is sent again as it was announced, byte for byte, or not at all;
 - what was sent and has no answer is bounded by `envelopes_max` and `credit_bytes`; what waits besides, and what has no answer in the log, is of one batch
-  more.
+  more, and of that AHEAD_BYTES and one envelope.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from typing import Final, NamedTuple
 
 from felix.errors import Code, CorruptionError, ProtocolError
 from felix.frames import FRAME_HEADER_BYTES
+
+AHEAD_BYTES: Final = 4 << 20
+"""What one batch may make of envelopes that wait besides those that may be on the way: all of a batch without rules. A megabyte of short values, for which rules put long ones, becomes 35 MB that no frame makes
+shorter, on each of 60 links."""
 
 
 class LinkPhase(StrEnum):
@@ -197,6 +201,11 @@ class SendWindow:
         if self._next >= self._announced_to and any(each.is_again for each in self._on_the_way):
             return False
         return self.envelopes < self._envelopes_max and self._bytes < self._credit_bytes
+
+    @property
+    def is_crowded(self) -> bool:
+        """True while no more of a batch that has been begun may be put here: what waits is held in memory."""
+        return self._bytes >= self._credit_bytes + AHEAD_BYTES
 
     @property
     def is_empty(self) -> bool:

@@ -16,7 +16,7 @@ from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.ledger import Ledger
 from bridge.link import LinkEvent
-from bridge.places import Places
+from bridge.places import Places, Turns
 from bridge.plan import PlannedLink
 from bridge.tracing import CrossingTracing
 from felix.errors import CorruptionError, FelixError
@@ -31,6 +31,9 @@ LARGE_BYTES: Final = 256 << 10
 """Bytes of an uncompressed batch above which it is a large one. By rules that make long texts of short values it may become 13 times as long."""
 LARGE_AT_ONCE: Final = 2
 """Large batches that all links of an agent work on at once: 52 MB each, and as much again while it is encoded."""
+
+STEP_S: Final = 0.005
+"""How long the work on batches, all links' together, may hold the event loop before everybody else has their turn."""
 
 
 @dataclass(slots=True)
@@ -62,6 +65,8 @@ class LinkContext:
     brought_more: dict[LinkShard, CorruptionError] = field(default_factory=dict)
     """of links of which the destination says that this bridge brought more than the egress log announced"""
     large: Places = field(default_factory=lambda: Places(LARGE_AT_ONCE))
+    turns: Turns = field(default_factory=lambda: Turns(STEP_S))
+    """to work on batches"""
 
     def clock_ms(self) -> int:
         return self.runtime.clock.now_ms()

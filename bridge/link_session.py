@@ -39,8 +39,9 @@ from bridge.crossing import (
 )
 from bridge.endpoint import RegionEndpoint
 from bridge.link import Announced, LinkEvent, OnTheWay, SendWindow, Todo
-from bridge.link_context import LARGE_BYTES, Link, LinkContext, LinkMemory
+from bridge.link_context import LARGE_BYTES, STEP_S, Link, LinkContext, LinkMemory
 from bridge.link_opening import LinkOpening
+from bridge.places import Place, Places, Turns
 from bridge.plan import PlannedLink, Verdict
 from bridge.tracing import CrossingTracing
 from bridge.wire import IngestChannel, SealedBatch, SealedFeed
@@ -70,8 +71,6 @@ SETTLE_S: Final = 0.02
 IDLE_S: Final = 0.25
 """How soon a link that nothing wakes looks at clock and plan: a grant that expires stops within this."""
 
-STEP_S: Final = 0.005
-"""How long the work on a batch may hold the event loop before others have their turn."""
 IDLE_TURN_S: Final = 0.0005
 """An iteration of the event loop that took no longer had nothing else to do."""
 
@@ -135,6 +134,10 @@ class LinkSession:
         self._data_keys: dict[bytes, DataKey] = {}
         self._secrets: LinkSecrets | None = None
         self._transform: Transform | None = None
+        self._turn: Place | None = None
+        """that it has, or waits for"""
+        self._worked_from = 0.0
+        """since when it has worked in this turn, by the monotonic clock"""
         self._append_times: dict[int, int] = {}
         self._spans: dict[int, Span | None] = {}
 
@@ -424,16 +427,19 @@ class LinkSession:
         return opened.crossed_more and header.next_offset > end and opened.position < header.base_offset
 
     async def _cross(self, item: SealedBatch, header: BatchHeader, rate: TokenBucket | None) -> bool:
-        """Steps 5 to 8 for one batch. False where the grant does not hold any more, or its rate asks for a pause; then the rest of it stays."""
+        """Steps 5 to 8 for one batch. False where the grant does not hold any more, its rate asks for a pause, or what it has become waits already; then the rest of it stays."""
         self._context.failpoints.at("read")
         data_key = self._data_keys.get(header.key_id)
         if data_key is None:
             data_key = await self._take_data_key(header)
         try:
             async with self._place(header.plain_length):
+                await self._take_turn()
                 return await self._cross_stepped(item, header, data_key, rate)
         except _InterruptedError:
             return False
+        finally:
+            self._leave_turn()
 
     @asynccontextmanager
     async def _place(self, plain_bytes: int) -> AsyncIterator[None]:
@@ -441,8 +447,8 @@ class LinkSession:
         if plain_bytes <= LARGE_BYTES:
             yield
             return
-        large, row = self._context.large, self._link.row
-        place = large.ask(row.grant, row.stream)
+        large = self._context.large
+        place = self._ask(large)
         try:
             while not place.given.is_set():
                 self._require_going()
@@ -452,6 +458,22 @@ class LinkSession:
             yield
         finally:
             large.leave(place)
+
+    async def _take_turn(self) -> None:
+        """Wait until no other link works on a batch, in fair order: for a step of each of them at most."""
+        self._turn = turn = self._ask(self._context.turns)
+        if not turn.given.is_set():
+            await turn.given.wait()
+        self._worked_from = self._context.runtime.clock.monotonic()
+
+    def _leave_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._context.turns.leave(turn, self._context.runtime.clock.monotonic() - self._worked_from)
+
+    def _ask(self, places: Places | Turns) -> Place:
+        assert self._route is not None
+        return places.ask(self._route.terms.stream, self._link.row.stream)
 
     def _require_going(self) -> None:
         """Raises _InterruptedError where the link is to stop, and what ends the session."""
@@ -471,6 +493,9 @@ class LinkSession:
         sorted_ = await self._stepped(sort_records(opened, route, self._before))  # 6
         at("transform")
         for sealed in await self._stepped(seal_ranges(sorted_, route, window.next_offset)):  # 7
+            if window.is_crowded:
+                # The batch is cut in the same places once more when there is room, and the rest of it crosses then.
+                return False
             is_new = window.is_new(sealed.last_offset)
             packed = await self._stepped(range_entries(sealed, route, withheld=is_new))
             # Only now: while that was made the grant may have ended.
@@ -525,6 +550,13 @@ class LinkSession:
                 begun = monotonic()
 
     async def _give_way(self, held_s: float) -> None:
+        """First whoever else is on the event loop, while no link works; then other links, one at a time."""
+        await self._let_others(held_s)
+        self._worked_from = self._context.runtime.clock.monotonic()
+        self._leave_turn()
+        await self._take_turn()
+
+    async def _let_others(self, held_s: float) -> None:
         monotonic = self._context.runtime.clock.monotonic
         now = monotonic()
         end = now + held_s

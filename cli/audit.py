@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -21,7 +22,9 @@ from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.tlog_proof import SUFFIX, ProvenLeaf, check_leaf, is_tlog_proof, prove_leaves
+from audit.tree_head import parse_tree_head
 from audit.trust import COSIGNATURES_MIN, Trust
+from audit.unclean_leaf import told
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from audit.witness_policy import PolicyError, WitnessPolicy, format_policy
@@ -631,7 +634,7 @@ def show(
     ] = None,
     kind: Annotated[list[str] | None, typer.Option(help="INTENT, ACK, DENY …; may be repeated.")] = None,
     stream: Annotated[str, typer.Option(help="Only leaves about this stream.")] = "",
-    last: Annotated[int, typer.Option(help="So many leaves from the end; 0: all.")] = 20,
+    last: Annotated[int, typer.Option(min=0, help="So many leaves from the end; 0: all.")] = 20,
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
@@ -645,9 +648,7 @@ def show(
     if log is None:
         folder, config = folder_of(region)
         log = own_log(folder, config)
-    rows = list(_rows(log, wanted, stream))
-    if last:
-        rows = rows[-last:]
+    rows = list(deque(_rows(log, wanted, stream), maxlen=last or None))
     if json:
         print_json(rows)
         return
@@ -676,7 +677,8 @@ def _rows(path: Path, wanted: set[Kind], stream: str) -> Iterator[dict[str, Any]
     data = folder.read(CHECKPOINT_PATH) if path.is_dir() else None
     if data is None:
         raise RequestError(f"There is no audit log at {path}: it has no checkpoint.", code=Code.NOT_FOUND)
-    size = int(parse_note(data).text.split("\n")[1])
+    # It may be anybody's: whoever shows a log has not verified it.
+    size = parse_tree_head(parse_note(data).text).size
     for index, entry in read_entries(folder, 0, size, size):
         try:
             leaf = decode_leaf(entry)
@@ -687,7 +689,7 @@ def _rows(path: Path, wanted: set[Kind], stream: str) -> Iterator[dict[str, Any]
             continue
         if (wanted and leaf.header.kind not in wanted) or (stream and leaf.header.stream != stream):
             continue
-        yield {"index": index, **leaf_row(leaf)}
+        yield {"index": index, **leaf_row(leaf), **told(leaf.header)}
 
 
 # -- prove ---------------------------------------------------------------------------------------------

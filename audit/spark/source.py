@@ -54,6 +54,7 @@ from audit.receipt import differences, read_unverified
 from audit.spark.files import open_files, read_checkpoint
 from audit.tile import Files, bundle_path, read_bundle, read_tile, tile_path
 from audit.trust import Trust
+from audit.unclean_leaf import told
 from audit.unjudged import Unjudged
 from felix.errors import CorruptionError, RequestError, TamperError
 
@@ -266,8 +267,9 @@ def _told(header: Header) -> tuple[str | None, int | None, int | None]:
 def _row(origin: str, found: Found, settings: Settings, batches: BatchDigests) -> dict[str, Any]:
     row: dict[str, Any] = {"log": origin, "leaf_index": found.leaf_index}
     if found.leaf is not None:
-        row |= leaf_row(found.leaf)
         header = found.leaf.header
+        row |= leaf_row(found.leaf)
+        row |= told(header)
         if header.kind is Kind.ACK and header.side is Side.EGRESS:
             row["batch_sha256"], row["receipt_leaf"], row["receipt_ms"] = _told(header)
         else:

@@ -36,7 +36,7 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -119,6 +119,10 @@ log = logging.getLogger("felix.region.ingest")
 INGEST_WINDOW_BYTES: Final = 8 << 20
 """Envelopes of one link shard on the way without a receipt, in bytes."""
 
+LEAVES_BYTES_MAX: Final = INGEST_WINDOW_BYTES
+"""Leaves of one link shard's ranges that are on their way to the log. An envelope of 200 kB may have 4.4 MB of them, and they are held twice, once as the note beside the stream: of a window's envelopes, while
+a disk stands still, 211 MB."""
+
 STEP_S: Final = 0.005
 """How long a foreign envelope may hold the event loop before other work runs."""
 STANDBY_S: Final = 10.0
@@ -128,7 +132,12 @@ SETTLED_S: Final = 10.0
 HOLD_S: Final = 0.25
 """How soon an envelope that is held back to a rate looks whether it may still cross."""
 
+CHECK_STEP_OFFSETS: Final = 4_096
+"""Offsets of one step that are looked for among those that crossed: a millisecond."""
+
 _RECEIPT: Final = struct.Struct(">Q")
+
+T = TypeVar("T")
 
 
 class IngestService:
@@ -215,6 +224,19 @@ def _link_shard(scope: TransferScope) -> LinkShard:
     )
 
 
+def _check_new(before: OffsetSet, offsets: Sequence[int]) -> Steps[bool]:
+    """Raises RequestError(CONFLICT) for a record that crossed before a resend; True where none did."""
+    for at in range(0, len(offsets), CHECK_STEP_OFFSETS):
+        twice = next((offset for offset in offsets[at : at + CHECK_STEP_OFFSETS] if offset in before), None)
+        if twice is not None:
+            raise RequestError(
+                f"The record at source offset {twice} crossed before; a resend is for those that stayed.",
+                code=Code.CONFLICT,
+            )
+        yield
+    return True
+
+
 def _bridged(batch: Batch) -> Batch:
     """The batch under no producer's number, and marked as one whose records' paths were inspected here (`BatchHeader.is_bridged`)."""
     return batch.with_header(
@@ -240,6 +262,9 @@ class IngestStream:
         """envelopes that came and have no receipt"""
         self._in_flight = 0
         """of these, those that are being appended and logged"""
+        self._leaf_bytes: dict[int, int] = {}
+        """of their leaves, by the source offset at which the range begins"""
+        self._passed = asyncio.Event()
         self._hosted: HostedStream
         self._shard: ShardLog
         self._key: TransferKey
@@ -603,10 +628,12 @@ class IngestStream:
         )
         if found is None:
             return
-        if header.base_offset < self._before.next:
-            self._check_new(found.offsets)
+        if header.base_offset < self._before.next and not await self._stepped(
+            _check_new(self._before, found.offsets)
+        ):
+            return
         charge = found.size_bytes or EMPTY_RANGE_BYTES
-        if not await self._turn(charge if again is None else 0):
+        if not await self._turn(charge if again is None else 0) or not await self._leaf_room(found):
             return
         # From here to the append nothing waits: what is asked now is true then.
         decided_ms = self._check_grant()
@@ -638,6 +665,7 @@ class IngestStream:
             None,
         )
         self._landed_on().begin(header.base_offset)
+        self._leaf_bytes[header.base_offset] = sum(len(leaf.data) for leaf in leaves)
         self._in_flight += 1
         if again is not None:
             self._logged_before(way)
@@ -664,16 +692,7 @@ class IngestStream:
             as_it_is=True,
         )
 
-    def _check_new(self, offsets: Sequence[int]) -> None:
-        """Raises RequestError(CONFLICT) for a record that crossed before a resend."""
-        twice = next((offset for offset in offsets if offset in self._before), None)
-        if twice is not None:
-            raise RequestError(
-                f"The record at source offset {twice} crossed before; a resend is for those that stayed.",
-                code=Code.CONFLICT,
-            )
-
-    async def _stepped(self, steps: Steps) -> Inspected | None:
+    async def _stepped(self, steps: Steps[T]) -> T | None:
         """Run the steps; other work runs in between. None if the stream ended meanwhile."""
         now = asyncio.get_running_loop().time
         begun = now()
@@ -681,7 +700,7 @@ class IngestStream:
             try:
                 next(steps)
             except StopIteration as ended:
-                found: Inspected = ended.value
+                found: T = ended.value
                 return found
             if now() - begun >= STEP_S:
                 await asyncio.sleep(0)
@@ -699,6 +718,16 @@ class IngestStream:
         self._meter.spend(rate, size, loop.time())
         return True
 
+    async def _leaf_room(self, found: Inspected) -> bool:
+        """Wait until the leaves that are on their way leave room for this range's. False where the stream ended meanwhile."""
+        size = sum(len(part.entries) for part in found.parts)
+        while self._leaf_bytes and sum(self._leaf_bytes.values()) + size > LEAVES_BYTES_MAX:
+            self._passed.clear()
+            await self._passed.wait()
+            if not self._takes_more():
+                return False
+        return True
+
     def _check_budget(self, size: int) -> None:
         budget = self._terms.budget_bytes
         self._meter.hear(self._service.governance.arrivals.charged_at_least(self._grant_id))
@@ -709,6 +738,12 @@ class IngestStream:
                 code=Code.BUDGET_EXHAUSTED,
                 hint="Make a new grant with a new budget.",
             )
+
+    def _pass(self, way: _Way) -> None:
+        """The range is on its way no more: it is answered, or will not be."""
+        self._landed_on().end(way.header.base_offset)
+        self._leaf_bytes.pop(way.header.base_offset, None)
+        self._passed.set()
 
     def _landed_on(self) -> Landing:
         assert self._landing is not None
@@ -780,7 +815,7 @@ class IngestStream:
     def _lost(self, way: _Way, error: Exception) -> None:
         """This range gets no answer; the agent opens a new stream and sends it again."""
         # A range that stayed on its way would keep every later stream of the link waiting.
-        self._landed_on().end(way.header.base_offset)
+        self._pass(way)
         self._break(error)
 
     def _break(self, error: Exception) -> None:
@@ -802,7 +837,7 @@ class IngestStream:
         try:
             await work
         except RequestError as error:
-            self._landed_on().end(way.header.base_offset)
+            self._pass(way)
             self._refuse(error)
         except Exception as error:
             self._lost(way, error)
@@ -870,7 +905,7 @@ class IngestStream:
 
     def _answer(self, way: _Way, receipt: bytes) -> None:
         """Step 8: the position that is recorded now, and the receipt."""
-        self._landed_on().end(way.header.base_offset)
+        self._pass(way)
         self._in_flight -= 1
         self._unanswered -= 1
         self._window.finish(way.size)

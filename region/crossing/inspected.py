@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from hashlib import sha256
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import zstandard
 from msgspec import structs
@@ -43,7 +43,9 @@ COMPRESS_BETTER_STEP_BYTES: Final = 16 << 10
 FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX - 256
 """Of a batch that a stream takes: there is room for its header and its seal."""
 
-Steps = Generator[None, None, "Inspected"]
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that ends with a result; between two steps others may have their turn."""
 
 
 class Inspected(NamedTuple):
@@ -70,7 +72,7 @@ def inspect(
     inspection: Inspection,
     committer: Committer,
     leaf: Header,
-) -> Steps:
+) -> Steps[Inspected]:
     """Open and check an envelope. `leaf`: the header of its leaves but for what the append decides.
 
     Raises what `open_envelope`, `decode_columns` and `Inspection.record` raise, with the record's source offset.

@@ -17,6 +17,7 @@ from crossing_logs import write_log
 from signed_grants import paper_leaf, policy_document, signed_grant, signing_key
 
 from audit import agreement as agreement_module
+from audit import wal_disk
 from audit.file_size import BUNDLE_BYTES_MAX
 from audit.leaf import Header, Leaf
 from audit.tile import bundle_path
@@ -143,3 +144,33 @@ def test_a_policy_that_is_named_again_and_again_is_read_once(
             assert found.take(0, misstated, load)
     assert set(opened.values()) == {1}
     tally("leaves that name a policy again", 5 * 2 * len(leaves))
+
+
+@pytest.mark.parametrize(
+    "overlaps", [b"FXwl" + bytes(4) + (65_535).to_bytes(4), b"FXwl"], ids=["whole", "first four"]
+)
+def test_what_looks_like_records_in_a_damaged_write_ahead_file_is_not_looked_at_without_end(
+    log: Path, overlaps: bytes, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty million places in one file, each with as many bytes to be hashed as a leaf may have, and 64 files that are links to it."""
+    looked, read_record = 0, wal_disk.read_record
+
+    def counting(data: bytes, at: int) -> wal_disk.Record | None:
+        nonlocal looked
+        looked += 1
+        return read_record(data, at)
+
+    monkeypatch.setattr(wal_disk, "read_record", counting)
+    monkeypatch.setattr(wal_disk, "LOOKS_MAX", 1_000)
+    size = int((log / "checkpoint").read_text().split("\n")[1])
+    (segment,) = (log / "wal").iterdir()
+    whole = segment.read_bytes()
+    segment.write_bytes(whole + overlaps * 5_000 + bytes(70_000))
+    report = verify_log(Folder(log), trust(), cosignatures_min=0)
+    assert looked < size + 1_100
+    (found,) = report.findings
+    assert found.step == 9 and "is damaged at byte" in found.sentence
+    # A few, as a crash leaves them, are a torn tail.
+    segment.write_bytes(whole + overlaps * 900 + bytes(70_000))
+    assert verify_log(Folder(log), trust(), cosignatures_min=0).ok
+    tally("places that look like records", 5_900)

@@ -101,7 +101,7 @@ async def test_an_envelope_of_costly_records_is_looked_at_in_small_steps(
         looked += len(payload)
         return check(self, key, headers, payload)
 
-    def stepping(*args: Any) -> Steps:
+    def stepping(*args: Any) -> Steps[Any]:
         nonlocal looked, longest, steps
         work, looked = inspect(*args), 0
         while True:

@@ -8,8 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from audit.leaf import Header, Kind, Leaf, decode_leaf, encode_leaf
-from audit.unclean_leaf import BROKERS_MAX, WHY_CHARS_MAX, UncleanElection, mistake, unclean_leaf
+from audit.leaf import SENTENCE_CHARS_MAX, Header, Kind, Leaf, decode_leaf, encode_leaf
+from audit.unclean_leaf import (
+    BROKERS_MAX,
+    WHY_CHARS_MAX,
+    UncleanElection,
+    mistake,
+    told,
+    unclean_leaf,
+)
 from felix.errors import CorruptionError, RequestError
 
 OPERATOR = "spiffe://us-east.acme/operator/alice"
@@ -86,7 +93,42 @@ def test_the_longest_statement_has_a_leaf_too(more: dict[str, Any]) -> None:
     said = statement(**more)
     header = decode_leaf(encode_leaf(leaf(said))).header
     assert UncleanElection.decode(header.document, "it") == said and mistake(header) == ""
-    assert header.sentence.startswith(f"Broker {said.leader}") and header.sentence.endswith("…")
+    assert header.sentence.startswith(f"Broker {said.leader}") and told(header) == {
+        "sentence": header.sentence
+    }
+
+
+@pytest.mark.parametrize("powered_off", [True, False])
+@pytest.mark.parametrize("why", ["", "w" * WHY_CHARS_MAX, "ŉ" * WHY_CHARS_MAX])
+@pytest.mark.parametrize("name", [*range(15, 64, 8)])
+def test_a_sentence_that_is_shortened_has_whole_names_how_many_more_and_what_is_said_of_all(
+    name: int, why: str, powered_off: bool
+) -> None:
+    """A name that is cut is another broker's, and two statements that differ in what is cut off are told alike."""
+    brokers = tuple(f"b{number:03}".ljust(name, "x") for number in range(BROKERS_MAX))
+    sentence = statement(given_up=brokers, why=why, powered_off=powered_off).sentence
+    assert len(sentence) <= SENTENCE_CHARS_MAX
+    names = sentence.partition("Given up: ")[2].partition(" and ")[0].split(", ")
+    assert names == list(brokers[: len(names)]) and len(names) >= 15
+    assert f" and {BROKERS_MAX - len(names)} more" in sentence
+    assert ("(said to be powered off)" in sentence) == powered_off
+    assert ("…" in sentence) == bool(why)
+
+
+def test_a_statement_that_says_a_thing_twice_is_found() -> None:
+    """One reader of JSON takes the first, and another the last."""
+    header, whole = leaf(statement()).header, statement().encode()
+    for data in (whole[:-1] + b',"leader":"b1"}', whole.replace(b":", b": ", 1)):
+        assert UncleanElection.decode(data, "it").stream == "acme/ops/orders"
+        changed = msgspec.structs.replace(header, document=data, document_sha256=sha256(data).digest())
+        assert mistake(changed) == "UNCLEAN: Its document is not written as a statement is."
+
+
+def test_what_is_shown_of_a_leaf_is_what_its_statement_says() -> None:
+    header = msgspec.structs.replace(leaf(statement()).header, sentence="Nothing was lost.")
+    assert mistake(header) == "" and told(header) == {"sentence": statement().sentence}
+    assert told(msgspec.structs.replace(header, document=b"{}")) == {}
+    assert told(msgspec.structs.replace(header, kind=Kind.DENY)) == {}
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ from bridge.crossing import (
     PATH_UNKNOWN,
     TRANSFORM_FAILED,
     OpenedBatch,
+    Packed,
     Route,
     SealedRange,
+    Steps,
     compile_terms,
     finished,
     open_sealed,
@@ -34,10 +36,10 @@ from bridge.crossing import (
     seal_ranges,
     sort_records,
 )
-from bridge.link import SendWindow
-from bridge.link_context import LARGE_AT_ONCE, LARGE_BYTES, LinkContext
-from bridge.link_session import STEP_S, LinkSession
-from bridge.places import Places
+from bridge.link import OnTheWay, SendWindow
+from bridge.link_context import LARGE_AT_ONCE, LARGE_BYTES, STEP_S, LinkContext
+from bridge.link_session import LinkSession
+from bridge.places import Places, Turns
 from bridge.plan import Verdict
 from bridge.wire import SealedBatch
 from felix.batch import (
@@ -422,6 +424,7 @@ async def _costly(*, is_leaving: bool = False) -> tuple[int, list[int], bool]:
         require_whole=lambda region, link: None,
         held=str,
         large=Places(1),
+        turns=Turns(STEP_S),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
@@ -466,17 +469,75 @@ async def test_a_link_that_is_to_stop_leaves_the_batch_that_it_is_working_on() -
     assert turns < 5
 
 
+async def test_a_batch_that_becomes_many_times_as_long_waits_in_part_and_each_of_its_records_crosses_once() -> (
+    None
+):
+    """What waits for receipts is held in memory, of each link; the rest is made again, cut in the same places, once there is room."""
+    way, window = (
+        route(),
+        SendWindow(position=100, accounted_to=None, unanswered=(), envelopes_max=24, credit_bytes=1_000),
+    )
+    announced, most = list[tuple[int, int]](), 0
+    context: Any = SimpleNamespace(
+        failpoints=SimpleNamespace(at=lambda _: None),
+        clock_ms=lambda: way.terms.not_before,
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0)),
+        require_allowed=lambda row, now_ms: None,
+        require_whole=lambda region, link: None,
+        held=str,
+        large=Places(1),
+        turns=Turns(STEP_S),
+        ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
+        tracing=None,
+    )
+
+    class Session(LinkSession):
+        def _announce(self, sealed: SealedRange, packed: Packed, held: OnTheWay, *_: Any) -> None:
+            nonlocal most
+            announced.append((sealed.first_offset, sealed.last_offset))
+            window.put(held)
+            window.durable(held)
+            most = max(most, window._bytes)
+
+    session = Session(link_row(), context, SimpleNamespace(), SimpleNamespace(), asyncio.Event())  # type: ignore[arg-type]
+    feed: Any = SimpleNamespace(consumed=lambda _: None)
+    channel: Any = SimpleNamespace(opened=SimpleNamespace(position=100, crossed_more=False))
+    session._feed, session._channel, session._route, session._window = feed, channel, way, window
+    item = SealedBatch(4_000, memoryview(batch_of([NewRecord(departure(number)) for number in range(64)])))
+    session._data_keys[decode_batch(item.body).header.key_id] = data_key()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bridge.crossing.SEALABLE_BYTES_MAX", 1_000)
+        patch.setattr("bridge.link.AHEAD_BYTES", 1_000)
+        rounds = 0
+        while rounds == 0 or session._held is not None:
+            await session._deal(item, None)
+            rounds += 1
+            for sent in window.sendable():
+                window.answered(sent.last_offset + 1)
+            while not window.is_empty:
+                for sent in window.sendable():
+                    window.answered(sent.last_offset + 1)
+    assert rounds > 2 and most < 1_000 + 1_000 + 2_000
+    assert [first for first, _ in announced] == [100, *(last + 1 for _, last in announced[:-1])]
+    assert announced[-1][1] == 163
+
+
 async def test_large_batches_of_a_stream_with_many_shards_keep_no_other_grant_waiting_for_more_than_one_each() -> (
     None
 ):
+    """Nor where the stream is granted to many regions: its publisher has one share, as whoever publishes to another one."""
     large = LinkContext.__dataclass_fields__["large"].default_factory()
     context: Any = SimpleNamespace(large=large)
     worked, other, done = list[str](), SimpleNamespace(), asyncio.Event()
 
     def session(grant: str, shard: int) -> LinkSession:
         link = link_row()
-        link.row = SimpleNamespace(grant=grant, stream=f"acme/ops/{grant}", shard=shard, verdict=Verdict.RUN)
-        return LinkSession(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
+        link.row = SimpleNamespace(
+            grant=f"{grant}-{shard % 10}", stream=f"acme/ops/{grant}", shard=shard, verdict=Verdict.RUN
+        )
+        made = LinkSession(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
+        made._route = SimpleNamespace(terms=SimpleNamespace(stream=f"acme/ops/{grant}"))  # type: ignore[assignment]
+        return made
 
     async def carry(link: LinkSession, grant: str, batches: int) -> None:
         for _ in range(batches):
@@ -508,6 +569,7 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
         require_whole=lambda region, link: None,
         held=str,
         large=Places(1),
+        turns=Turns(STEP_S),
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
@@ -545,3 +607,51 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
     now[0] += rate.wait_s(now[0])
     await held._deal(item, rate)
     assert (held.announced, held.consumed, held._held) == ([(100, 139)], [4_000], None)
+
+
+async def test_costly_batches_in_many_shards_of_a_stream_take_no_more_turns_than_the_batches_of_another_grant() -> (
+    None
+):
+    """Also small ones, which need no place: whose links are many has no more of the agent than whose link is one."""
+    worked, ticks, done = list[str](), count(), asyncio.Event()
+    context: Any = SimpleNamespace(
+        failpoints=SimpleNamespace(at=lambda _: None),
+        clock_ms=lambda: 0,
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: next(ticks) / 128)),
+        large=Places(1),
+        turns=LinkContext.__dataclass_fields__["turns"].default_factory(),
+    )
+
+    class Session(LinkSession):
+        async def _cross_stepped(self, item: Any, header: Any, *_: Any) -> bool:
+            return await self._stepped(self._works(item))
+
+        def _works(self, grant: str) -> Steps[bool]:
+            for _ in range(10):
+                worked.append(grant)
+                yield
+            return True
+
+    def session(grant: str, shard: int) -> Session:
+        link, other = link_row(), SimpleNamespace()
+        link.row = SimpleNamespace(grant=grant, stream=f"acme/ops/{grant}", shard=shard, verdict=Verdict.RUN)
+        made = Session(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
+        made._route = SimpleNamespace(terms=SimpleNamespace(stream=f"acme/ops/{grant}"))  # type: ignore[assignment]
+        made._data_keys[b"k"] = data_key()
+        return made
+
+    async def carry(link: Session, grant: str, batches: int) -> None:
+        for _ in range(batches):
+            if not done.is_set():
+                await link._cross(grant, SimpleNamespace(key_id=b"k", plain_length=1_000), None)  # type: ignore[arg-type]
+
+    others = [asyncio.ensure_future(carry(session("costly", shard), "costly", 1_000)) for shard in range(30)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        await carry(session("mine", 0), "mine", 5)
+    done.set()
+    for each in others:
+        each.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    between = "".join(grant[0] for grant in worked).split("m")[1:-1]
+    assert len(between) == 49 and max(map(len, between)) <= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,8 +13,10 @@ import pytest
 from bridge_mesh import BRIDGE, STREAM, Mesh, two_regions, until
 from region_peer import RawPeer, encode_request, raw_peer
 
+from audit.crossed import OffsetSet
 from audit.leaf import Kind
 from audit.receipt import Receipt, open_receipt
+from bridge.crossing import finished
 from felix.batch import NewRecord, decode_header, encode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, FrameType, encode_frame
@@ -26,7 +29,7 @@ from keys.transfer import TransferKey, TransferScope, seal_envelope, seal_transf
 from policy.quantity import Size
 from policy.transform import TransformSpec
 from region.config import LimitsConfig
-from region.crossing.ingest import INGEST_WINDOW_BYTES
+from region.crossing.ingest import CHECK_STEP_OFFSETS, INGEST_WINDOW_BYTES, _check_new
 from region.log.producers import ProducerTable
 from region.log.shard import ShardLog
 
@@ -214,6 +217,43 @@ async def test_a_range_without_an_answer_is_not_answered_before_it_is_durable(
     await mesh.stop("eu-west")
     acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
     assert [(ack.first_offset, ack.last_offset) for ack in acks] == [(0, 0), (1, 1)]
+
+
+async def test_leaves_that_are_on_their_way_are_bounded_also_where_a_disk_stands_still(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An envelope of 200 kB may have 4.4 MB of leaves, and so many again in the note beside the stream; a window has 24."""
+    monkeypatch.setattr("region.crossing.ingest.LEAVES_BYTES_MAX", 1_000)
+    grant, sent = await granted(mesh), 0
+    async with rogue(mesh, *grant) as agent:
+        stream = await agent.open()
+        agent.send(stream, 0, [b"0"])
+        await agent.receipt(stream)
+        shard = destination(mesh)
+        with slow_disk(shard, monkeypatch):
+            for sent in range(1, 9):
+                agent.send(stream, sent, [b"%d" % sent])
+            await until(lambda: shard.log_end_offset > 1, "an append on its way")
+            await asyncio.sleep(0.5)
+            assert shard.log_end_offset <= 4, "a leaf has some 700 bytes"
+        await agent.receipt(stream, 1 + sent)
+        # What was sent again has no note, and is bounded as well.
+        for again in range(1, 9):
+            agent.send(stream, again, [b"%d" % again])
+        await agent.receipt(stream, 1 + 2 * sent)
+    await mesh.stop("eu-west")
+    acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
+    assert [ack.first_offset for ack in acks] == list(range(9)) and mesh.verify_ingress().ok
+
+
+def test_what_crossed_before_a_resend_is_looked_for_in_small_steps() -> None:
+    """Between two steps others may have their turn: an envelope has 65,536 records at most, 15 ms of looking."""
+    before = OffsetSet()
+    before.add(1 << 17, 1)
+    assert len(list(_check_new(before, range(1 << 16)))) == (1 << 16) // CHECK_STEP_OFFSETS
+    assert finished(_check_new(before, range(1 << 16))) is True
+    with pytest.raises(RequestError, match="source offset 131072 crossed before"):
+        finished(_check_new(before, range((1 << 17) - 60_000, (1 << 17) + 5_000)))
 
 
 async def test_no_receipt_for_contents_that_never_landed(mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.link import (
+    AHEAD_BYTES,
     TRANSITIONS,
     Announced,
     Denials,
@@ -102,6 +103,16 @@ def test_of_a_batch_that_is_cut_into_many_no_more_leave_than_may_be_on_the_way()
         assert held.sendable() == (ways[:WINDOW] if not at else ways[WINDOW + at - 1 :][:1])
         assert held.answered(ways[at].last_offset + 1) is ways[at]
     assert held.is_empty
+
+
+def test_of_a_batch_that_becomes_many_times_as_long_no_more_waits_than_a_batch_has_without_rules() -> None:
+    held = window()
+    size, put = 1_000_000, 0
+    while not held.is_crowded:
+        held.judge(put, put)
+        held.put(way(put, put, size=size))
+        put += 1
+    assert size * put <= AHEAD_BYTES + 10_000 + 2 * size
 
 
 def test_nothing_leaves_before_its_leaves_are_durable_and_in_order() -> None:
