@@ -189,7 +189,7 @@ def _rebalancing(view: ClusterView, region: str) -> Iterator[str]:
     if view.rebalance is not None:
         yield (
             f"Copies and leaders are being moved until each broker has its share, as {view.rebalance.by} asked: `felix region rebalance --dry-run "
-            f"--region {region}` shows what is left."
+            f"--region {region}` shows what is left, `felix region rebalance --stop --region {region}` ends it."
         )
 
 
