@@ -248,11 +248,15 @@ async def test_a_rebalancing_is_ended_at_any_broker_and_what_moves_arrives(regio
     async with region.client("b1") as client, region.client("b2") as other:
         ended = await other.stop_rebalancing()
         assert not ended.is_asked and not ended.under_way
+
+        async def all_stands() -> bool:
+            state = await client.describe()
+            return not state.moving and all(each.in_sync == each.copies for each in state.brokers)
+
         await client.drain_broker("b4")
         for name in names:
             await client.create_stream(name, replicas=2)
-        for name in names:
-            await region.in_sync("b1", name)
+        await until(all_stands)
         await client.drain_broker("b4", drain=False)
         begun = await client.rebalance()
         assert begun.is_asked and begun.total > 2
@@ -267,9 +271,7 @@ async def test_a_rebalancing_is_ended_at_any_broker_and_what_moves_arrives(regio
         told = await client.rebalance(dry_run=True)
         assert not told.is_asked and told.total, "what had not begun stays where it is"
         assert not [each for each in (await client.describe()).remarks if "are being moved" in each]
-        async with asyncio.timeout(60):
-            for name in names:
-                await region.in_sync("b1", name)
+        await until(all_stands)
         await asyncio.sleep(1)
         assert not (await client.rebalance(dry_run=True)).under_way
         # Asked for again, it goes on.
