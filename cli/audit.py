@@ -568,7 +568,9 @@ def restore_(
     place = place_of(to)
     if place:
         # An agent marks its log's own folder, a broker the one around it.
-        require_release(PRIVATE_FILES, to.resolve() if to.name == "egress" else to.resolve().parent, __version__)
+        require_release(
+            PRIVATE_FILES, to.resolve() if to.name == "egress" else to.resolve().parent, __version__
+        )
     source = open_files(copy)
     with progress() as bar:
         task = bar.add_task(f"restoring {to}", total=None)

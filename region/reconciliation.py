@@ -870,7 +870,9 @@ def freeze(view: ClusterView, by: str, plan: Plan) -> Transaction | None:
         if folders == held.folders:
             return None
     record = (
-        FrozenRecord(by, "The metadata store was put back to an earlier state, and is being reconciled.", folders)
+        FrozenRecord(
+            by, "The metadata store was put back to an earlier state, and is being reconciled.", folders
+        )
         if held is None
         else FrozenRecord(held.by, held.why, folders)
     )

@@ -145,7 +145,9 @@ def test_a_rebalance_that_somebody_ended_is_not_waited_for(monkeypatch: pytest.M
     asked = Asked()
     monkeypatch.setattr(operate, "LOOK_S", 0.0)
     monkeypatch.setattr(operate, "connect", lambda region, identity: contextlib.nullcontext(asked))
-    with pytest.raises(RequestError, match="1 shard moved, 0 on the way, 2 that would have moved stay") as refused:
+    with pytest.raises(
+        RequestError, match="1 shard moved, 0 on the way, 2 that would have moved stay"
+    ) as refused:
         operate.rebalance()
     assert refused.value.code is Code.CONFLICT and asked.looks == 1 + operate.LOOKS
 

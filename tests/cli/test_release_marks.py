@@ -55,7 +55,12 @@ def test_no_folder_or_report_of_a_later_release_is_reconciled(tmp_path: Path) ->
         (data / "node").write_bytes(b"of a later one")
         (data / MARK).write_text("99.0.0\n")
     assert LATER in felix_command(tmp_path, "region", "reconcile", "us-east", "--dry-run", code=1).err
-    assert LATER in felix_command(tmp_path, "region", "reconcile", "us-east", "--save", str(tmp_path / "here.json"), code=1).err
+    assert (
+        LATER
+        in felix_command(
+            tmp_path, "region", "reconcile", "us-east", "--save", str(tmp_path / "here.json"), code=1
+        ).err
+    )
     for name in ("b1", "b2", "b3"):
         (folder.root / "data" / name / "node").unlink()
     told = {

@@ -258,10 +258,14 @@ async def test_a_request_that_nobody_answers_says_why_the_broker_that_is_there_l
         engine.brokers["second"].clock_ahead_ms = 1_000 * DAY_MS
         engine.brokers["first"].down = True
         engine.brokers["first"].session.drop()
-        with pytest.raises(UnavailableError, match="Of the broker at second:2: The certificate .* expired") as caught:
+        with pytest.raises(
+            UnavailableError, match=r"Of the broker at second:2: The certificate .* expired"
+        ) as caught:
             await client.describe_stream(ORDERS)
         assert caught.value.code is Code.TIMEOUT
-        with pytest.raises(UnavailableError, match="no session .*of the broker at second:2: The certificate .* expired"):
+        with pytest.raises(
+            UnavailableError, match=r"no session .*of the broker at second:2: The certificate .* expired"
+        ):
             await publisher.publish(b"x")
         # Once it lets clients in again, nothing is left of it.
         engine.brokers["second"].clock_ahead_ms = 0

@@ -284,7 +284,9 @@ def test_what_nobody_takes_is_given_up_in_time_also_before_it_is_a_batch(linger_
     assert core.wake_at <= 11.0
     assert not core.step(TimeCame(None), 10.5).given_up and core.wake_at == 11.0
     (given_up,) = core.step(TimeCame(None, "no session with the broker stands"), 11.0).given_up
-    assert given_up.refusal.error.sentence.endswith("it could not be sent; no session with the broker stands.")
+    assert given_up.refusal.error.sentence.endswith(
+        "it could not be sent; no session with the broker stands."
+    )
     assert core.held_bytes == 0 and core.wake_at == inf
     # The next one has its own time, whenever it is looked at.
     core.add(b"c", None, None)

@@ -2,13 +2,15 @@
 
     python -m cluster.play_clock FOLDER [--rounds N] [--seed S] [--brokers 1] [--founded HOURS]
 
-`--founded`: how many hours ago the region was founded, by a right clock; with 0 no certificate holds by a clock that is behind.
+What the clock costs is documented (docs/clusters.md, Clocks), and some of it is met here as well: jobs with a delay wait for an hour, and a record whose acknowledgement
+is on its way while the clock jumps ahead comes again, which ends the play. `--founded`: how many hours ago the region was founded, by a right clock; with 0 no certificate holds by a clock that is behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import time
@@ -58,8 +60,6 @@ class Lone:
         place = f"127.0.0.1:{claim_port()}"
         self.folder.config.write_text(self.folder.config.read_text().replace("127.0.0.1:0", place))
         self.places = {"b1": place}
-        import json
-
         profile = json.loads(self.folder.profile.read_text())
         profile["addresses"] = [place]
         self.folder.profile.write_text(json.dumps(profile))
@@ -120,11 +120,23 @@ async def judged(views: ViewLoad, region: felix.RegionClient) -> AsyncIterator[N
         yield
     except TimeoutError:
         waits = views._put - views.done.keys() - views._unsure
-        print("  jobs that wait:", sorted(waits)[:5], len(waits), "records:", sorted(views._published - views._came)[:5], flush=True)
+        print(
+            "  jobs that wait:",
+            sorted(waits)[:5],
+            len(waits),
+            "records:",
+            sorted(views._published - views._came)[:5],
+            flush=True,
+        )
         print("  queue:", await region.queue(VIEWS[0]).describe(), flush=True)
         for each in await region.queue(VIEWS[0]).peek(5):
             print("   ", each, flush=True)
-        print("  subscription:", await region.stream(VIEWS[1]).describe_subscription("crew"), time.time(), flush=True)
+        print(
+            "  subscription:",
+            await region.stream(VIEWS[1]).describe_subscription("crew"),
+            time.time(),
+            flush=True,
+        )
         raise
 
 
@@ -153,13 +165,20 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
             one, other, third = [await stack.enter_async_context(client(members.folder)) for _ in range(3)]
             copies = min(brokers, 3)
             await one.create_stream(STREAM, replicas=copies)
-            await one.create_stream(IDS, replicas=copies, views=felix.Views(deduplication=felix.Deduplication(window_ms=600_000, ids_max=10_000)))
+            await one.create_stream(
+                IDS,
+                replicas=copies,
+                views=felix.Views(deduplication=felix.Deduplication(window_ms=600_000, ids_max=10_000)),
+            )
             await one.create_queue(LATER, replicas=copies, visibility=30)
             history, views = History(), ViewLoad(*VIEWS, replicas=copies)
             load = Load(one, STREAM, history, pause_s=0.02)
             put: dict[bytes, float] = {}
             done = Counter[bytes]()
-            tasks = [asyncio.ensure_future(each) for each in (ids(third, counts), delayed(third, counts, put), worked(other, counts, done))]
+            tasks = [
+                asyncio.ensure_future(each)
+                for each in (ids(third, counts), delayed(third, counts, put), worked(other, counts, done))
+            ]
             offset = 0
             async with load.going_on(writers=2, readers=1), judged(views, one), views.going_on(one, other):
                 for number in range(rounds):
@@ -172,7 +191,10 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
                         members.kill(name)
                         await members.start(name)
                     counts[what] += 1
-                    print(f"  {number}: {what}, {offset // 60_000} min, {len(history.acknowledged)} records, {views}, {len(put)} later, {sum(done.values())} done, {dict(counts)}", flush=True)
+                    print(
+                        f"  {number}: {what}, {offset // 60_000} min, {len(history.acknowledged)} records, {views}, {len(put)} later, {sum(done.values())} done, {dict(counts)}",
+                        flush=True,
+                    )
                     await asyncio.sleep(random.uniform(1, 4))
                 set_clock(clock, 0)
                 print("  the clock is right", flush=True)
@@ -188,11 +210,19 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
                 each.cancel()
             await views.check(one)
             stored = await stored_in(one, STREAM)
-            broken = [f"{name}: {what}" for name, rule in RULES.items() for what in list(rule(history, stored))[:3] if name not in ("silent",)]
+            broken = [
+                f"{name}: {what}"
+                for name, rule in RULES.items()
+                for what in list(rule(history, stored))[:3]
+                if name not in ("silent",)
+            ]
             assert not broken, broken
             twice = {payload for payload, count in done.items() if count > 1}
             assert not twice, twice
-            print(f"seed {seed} holds: {len(stored)} records, {views}, {sum(done.values())} delayed jobs, {dict(counts)}", flush=True)
+            print(
+                f"seed {seed} holds: {len(stored)} records, {views}, {sum(done.values())} delayed jobs, {dict(counts)}",
+                flush=True,
+            )
 
 
 def main() -> int:

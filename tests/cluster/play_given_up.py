@@ -27,7 +27,6 @@ from e2e.command_mesh import command, environment
 from etcd_process import EtcdProcess, running_members
 from region_peer import client, payloads
 
-import felix
 from audit.checkpoint import note_size
 from audit.leaf import Kind, decode_header
 from audit.tile import CHECKPOINT_PATH, read_entries
@@ -109,7 +108,10 @@ class Play:
         (record,) = (await members.records())[stream]
         self.unclean[stream] = record.unclean
         await self.until(self.leaves_are_there)
-        print(f"{number}: killed {what}, {tries} tries, epoch {record.unclean}: {said.strip().splitlines()[-1][:150] if said.strip() else ''}", flush=True)
+        print(
+            f"{number}: killed {what}, {tries} tries, epoch {record.unclean}: {said.strip().splitlines()[-1][:150] if said.strip() else ''}",
+            flush=True,
+        )
 
     async def led(self, stream: str) -> bool:
         return await self.members.leader(stream) in self.members.running
@@ -119,8 +121,8 @@ class Play:
 
     async def recovered_beside(self, what: str, words: list[str], winner: str, other: str) -> str:
         members, random = self.members, self.random
-        process = subprocess.Popen(
-            command(*words), env=environment(members.folder.root.parent), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        process = await asyncio.create_subprocess_exec(
+            *command(*words), env=environment(members.folder.root.parent), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )  # fmt: skip
         await asyncio.sleep(random.uniform(0.3, 2.5))
         again: list[str] = []
@@ -143,13 +145,19 @@ class Play:
         self.members.ask_at(random.choice(self.etcd))
         for name in again:
             await members.start(name)
-        out, _ = await asyncio.to_thread(process.communicate, timeout=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            out = (await process.communicate())[0].decode()
         self.counts["done at once" if self.is_done(out, winner) else "not done at once"] += 1
         return out
 
     async def run(self, words: list[str]) -> str:
         done = await asyncio.to_thread(
-            subprocess.run, command(*words), env=environment(self.members.folder.root.parent), capture_output=True, text=True, timeout=WAIT_S
+            subprocess.run,
+            command(*words),
+            env=environment(self.members.folder.root.parent),
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
         )
         return done.stdout + done.stderr
 
@@ -189,7 +197,9 @@ async def play(folder: Path, rounds: int, seed: int) -> None:
             for number in range(rounds):
                 await made.round(number)
             audit = AuditLoad(members.folder)
-            await audit.check([members._folders[name].root / "data" / name / "audit" for name in members.places])
+            await audit.check(
+                [members._folders[name].root / "data" / name / "audit" for name in members.places]
+            )
             print(f"seed {seed} holds: {dict(made.counts)}, {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -69,11 +70,21 @@ async def down(folder: RegionFolder, random: Random) -> None:
 
 def etcds(folder: RegionFolder) -> list[psutil.Process]:
     """That run from the region's folder."""
-    found = []
-    for each in psutil.process_iter(["cmdline"]):
-        if any(str(folder.root / ETCD_FOLDER) in word for word in each.info["cmdline"] or ()):
-            found.append(each)
-    return found
+    place = str(folder.root / ETCD_FOLDER)
+    return [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if any(place in word for word in each.info["cmdline"] or ())
+    ]
+
+
+def end(folder: RegionFolder) -> None:
+    """Whatever runs still of a play that failed."""
+    with suppress(OSError, ValueError, KeyError, psutil.NoSuchProcess):
+        for each in family(folder):
+            each.kill()
+    for each in etcds(folder):
+        each.kill()
 
 
 async def well(region: object) -> bool:
@@ -81,8 +92,14 @@ async def well(region: object) -> bool:
 
 
 async def play(home: Path, seed: int) -> str:
-    random = Random(seed)
     folder = several(home, 3, lease="2s")
+    try:
+        return await played(folder, home, Random(seed))
+    finally:
+        end(folder)
+
+
+async def played(folder: RegionFolder, home: Path, random: Random) -> str:
     data, snapshot = folder.root / ETCD_FOLDER / "data", home / "snapshot"
     endpoint = load_config(folder.config).metadata.endpoints[0]
     await up(folder)
@@ -106,7 +123,18 @@ async def play(home: Path, seed: int) -> str:
         shutil.rmtree(folder.root / "data" / lost)
         # The others serve, and beside them it begins anew.
         await asyncio.to_thread(felix_command, home, "region", "up", "us-east", "--detach", code=(0, 4))
-        await asyncio.to_thread(felix_command, home, "region", "up", "us-east", "--broker", lost, "--replace-folder", "--detach", code=(0, 4))
+        await asyncio.to_thread(
+            felix_command,
+            home,
+            "region",
+            "up",
+            "us-east",
+            "--broker",
+            lost,
+            "--replace-folder",
+            "--detach",
+            code=(0, 4),
+        )
         async with client_of(folder) as region:
             if random.random() < 0.5:
 
@@ -160,7 +188,9 @@ async def play(home: Path, seed: int) -> str:
             quick = await read(region, QUICK, end) if end else []
             assert quick == list(range(end)) and (end == 10 or lost), quick
             if lost:
-                assert state[QUICK].unclean, "one of its copies is lost, and one is enough for an acknowledgement"
+                assert state[QUICK].unclean, (
+                    "one of its copies is lost, and one is enough for an acknowledgement"
+                )
             marks = {stream: each.unclean for stream, each in state.items() if each.unclean}
 
             async def leaves() -> bool:
@@ -202,7 +232,10 @@ def main() -> int:
     for seed in range(asked.seed, asked.seed + asked.rounds):
         home, began = asked.folder / str(seed), time.monotonic()
         home.mkdir(parents=True)
-        print(f"seed {seed} holds: {asyncio.run(play(home, seed))}, {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"seed {seed} holds: {asyncio.run(play(home, seed))}, {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
         shutil.rmtree(home)
     return 0
 

@@ -267,7 +267,8 @@ def test_leaders_that_a_rebalancing_would_even_out_are_told_with_the_command() -
     ]
     # Of one copy each, as where one broker had the region alone, they are copied first.
     alone = view_of(
-        WHOLE, shards={number: shard_record({"a": 5}, leader="a", replicas=("a",), min=1) for number in range(4)}
+        WHOLE,
+        shards={number: shard_record({"a": 5}, leader="a", replicas=("a",), min=1) for number in range(4)},
     )
     (told,) = uneven_leaders(
         alone, {ShardId(STREAM, number): (leader,) for number, leader in enumerate("abca")}, "us-east"
