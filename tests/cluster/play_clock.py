@@ -113,6 +113,16 @@ async def worked(region: felix.RegionClient, counts: Counter[str], done: Counter
             await asyncio.sleep(0.1)
 
 
+class Views(ViewLoad):
+    """What is broken is told at once."""
+
+    def _comes(self, record: felix.ConsumerRecord) -> None:
+        before = len(self.broken)
+        super()._comes(record)
+        if len(self.broken) > before:
+            print(f"  {time.monotonic():.2f} {self.broken[-1]}: {record}", flush=True)
+
+
 @asynccontextmanager
 async def judged(views: ViewLoad, region: felix.RegionClient) -> AsyncIterator[None]:
     """What stands still is told."""
@@ -140,7 +150,7 @@ async def judged(views: ViewLoad, region: felix.RegionClient) -> AsyncIterator[N
         raise
 
 
-async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: float) -> None:
+async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: float, pause_s: float) -> None:
     random, counts = Random(seed), Counter[str]()
     cluster.view_load.WAIT_S = 45.0  # type: ignore[misc]
     clock = home / "clock"
@@ -171,7 +181,7 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
                 views=felix.Views(deduplication=felix.Deduplication(window_ms=600_000, ids_max=10_000)),
             )
             await one.create_queue(LATER, replicas=copies, visibility=30)
-            history, views = History(), ViewLoad(*VIEWS, replicas=copies)
+            history, views = History(), Views(*VIEWS, replicas=copies)
             load = Load(one, STREAM, history, pause_s=0.02)
             put: dict[bytes, float] = {}
             done = Counter[bytes]()
@@ -195,7 +205,7 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
                         f"  {number}: {what}, {offset // 60_000} min, {len(history.acknowledged)} records, {views}, {len(put)} later, {sum(done.values())} done, {dict(counts)}",
                         flush=True,
                     )
-                    await asyncio.sleep(random.uniform(1, 4))
+                    await asyncio.sleep(pause_s * random.uniform(0.25, 1))
                 set_clock(clock, 0)
                 print("  the clock is right", flush=True)
                 await load.goes_on(50)
@@ -232,9 +242,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--brokers", type=int, default=1)
     parser.add_argument("--founded", type=float, default=3.0)
+    parser.add_argument("--pause", type=float, default=4.0, help="seconds between what happens, at most")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True)
-    asyncio.run(play(asked.folder, asked.seed, asked.rounds, asked.brokers, asked.founded))
+    asyncio.run(play(asked.folder, asked.seed, asked.rounds, asked.brokers, asked.founded, asked.pause))
     return 0
 
 
