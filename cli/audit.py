@@ -564,7 +564,16 @@ def restore_(
     what was signed before; exit code 5 then. What stood there is moved aside."""
     from audit.log_restore_disk import restore_log
     from audit.spark.files import open_files
+    from felix import __version__
+    from felix.storage.disk import PRIVATE_FILES
+    from felix.storage.release_mark import require_release
 
+    place = place_of(to)
+    if place:
+        # An agent marks its log's own folder, a broker the one around it.
+        require_release(
+            PRIVATE_FILES, to.resolve() if to.name == "egress" else to.resolve().parent, __version__
+        )
     source = open_files(copy)
     with progress() as bar:
         task = bar.add_task(f"restoring {to}", total=None)
@@ -574,7 +583,7 @@ def restore_(
             trusted(bundle),
             (*_require_of(remembered_notes(remembered), [copy]), *remembered_here()),
             lambda done, of: bar.update(task, completed=done, total=of),
-            origin=place_of(to),
+            origin=place,
         )
     more = f", and {made.carried:,} behind them of what stood there" if made.carried else ""
     out.print(f"{to}: {made.origin}, {made.size:,} leaves{more}")

@@ -25,11 +25,13 @@ import msgspec
 
 from cli.output import note
 from cli.several import ETCD_FOLDER, start_etcd
+from felix import __version__
 from felix.address import Address
 from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.begun import BegunFolder
 from felix.storage.disk import LOCK_NAME, PRIVATE_FILES, FileLock
+from felix.storage.release_mark import mark_release, require_release
 from felix.storage.small_file import TEMPORARY_SUFFIX
 from region.begun_folders import begun_folders
 from region.cluster.audit_home import AuditHome
@@ -68,6 +70,8 @@ async def convert(
     """
     data = folder.root / config.data
     own = data / config.broker
+    for path in (data, own):
+        require_release(PRIVATE_FILES, path, __version__)
     _check(data, own, is_begun=_is_begun(own))
     _refuse_mounts(data)
     alone = msgspec.structs.replace(config, cluster=None)
@@ -103,6 +107,8 @@ async def convert(
                 await _refuse_served(store, config.region)
             _copy_keys(folder.keys, own)
             step("copied")
+            # It moves with all else; an earlier release has no business there from now on.
+            mark_release(PRIVATE_FILES, data, __version__)
             _mark(own)
         step("marked")
         _move(data, own, step)

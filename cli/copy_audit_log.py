@@ -10,9 +10,11 @@ import typer
 from cli.output import out
 from cli.process import read_state
 from cli.setting import choose_region, folder_of, run
+from felix import __version__
 from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.real import REAL
-from felix.storage.disk import FileLock
+from felix.storage.disk import PRIVATE_FILES, FileLock
+from felix.storage.release_mark import require_release
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ async def _copy(folder: RegionFolder, config: RegionConfig, *, dry_run: bool) ->
             return None
         data = folder.root / config.of_broker(home.broker).data
         if data.is_dir():
+            require_release(PRIVATE_FILES, data, __version__)
             try:
                 stack.enter_context(FileLock(data / STREAMS))
             except RequestError as error:

@@ -12,9 +12,11 @@ import typer
 from cli.exits import EXIT_DAMAGED
 from cli.output import counted, err, iso, out, print_json, progress, styled, table
 from cli.setting import JsonOption, RegionOption, folder_of, read_file
+from felix import __version__
 from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.storage.disk import DiskFiles, FileLock
+from felix.storage.release_mark import require_release
 from keys.keyring import Keyring, open_keyring
 from keys.shared import RegionKeys, SharedKeyring, open_stored
 from region.folder import RegionFolder
@@ -78,6 +80,8 @@ def verify(
     wanted = StreamName.parse(stream) if stream else None
     if not streams.is_dir():
         raise RequestError(f"There is no folder {streams}.", code=Code.NOT_FOUND)
+    # Who does not know what a later release wrote would call it damaged.
+    require_release(DiskFiles(), streams.parent, __version__)
     with ExitStack() as held:
         if os.access(streams, os.W_OK):
             try:
@@ -131,6 +135,7 @@ def restore(
     """
     folder, config = folder_of(region)
     streams = folder.root / _data(config) / "streams"
+    require_release(DiskFiles(), streams.parent, __version__)
     name = StreamName.parse(stream)
     check_url(url)
     found = [

@@ -31,7 +31,7 @@ from policy.quantity import Duration
 LOOK_S: Final = 0.5
 """How often the region is asked how far it is."""
 LOOKS: Final = 5
-"""So many say that a broker is drained no more before it is believed: another broker may be asked, which hears of it later."""
+"""So many say that a broker is drained no more, or that a rebalancing was ended, before it is believed: another broker may be asked, which hears of it later."""
 
 
 def copies_text(count: int) -> str:
@@ -153,6 +153,12 @@ def rebalance(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be moved, at most one broker's share.")
     ] = False,
+    stop: Annotated[
+        bool,
+        typer.Option(
+            "--stop", help="End a rebalancing: what has not begun to move stays, and what moves arrives."
+        ),
+    ] = False,
     wait: Wait = "10m",
     region: RegionOption = "",
     identity: IdentityOption = "",
@@ -160,6 +166,15 @@ def rebalance(
 ) -> None:
     """Move copies until each broker has its share. Streams that are ephemeral or fed by another region stay."""
     wait_ms = int(Duration.parse(wait))
+    if stop:
+        if dry_run:
+            raise RequestError("--stop ends a rebalancing, and --dry-run begins none: say one of them.")
+        ended = run(_stop_rebalancing(one_of(name, region), identity))
+        if json:
+            print_json(ended)
+        else:
+            out.print(_ended_text(ended))
+        return
     begun, moves = run(_rebalance(one_of(name, region), identity, dry_run, wait_ms))
     if json:
         print_json(begun, moved=moves.moved, unled=moves.unled)
@@ -183,6 +198,26 @@ def rebalance(
         )
 
 
+def _ended_text(ended: ShardMoves) -> str:
+    if not ended.is_asked:
+        return "No rebalancing is under way" + (
+            f"; {counted(ended.under_way, 'shard')} still on the way arrive{'s' if ended.under_way == 1 else ''}"
+            if ended.under_way
+            else ""
+        )
+    arrives = (
+        f"{counted(ended.under_way, 'shard')} on the way arrive{'s' if ended.under_way == 1 else ''}"
+        if ended.under_way
+        else "nothing is on the way"
+    )
+    return f"The rebalancing is ended: {arrives}, and all else stays where it is"
+
+
+async def _stop_rebalancing(region: str, identity: str) -> ShardMoves:
+    async with connect(region, identity) as client:
+        return await client.stop_rebalancing()
+
+
 async def _rebalance(
     region: str, identity: str, dry_run: bool, wait_ms: int
 ) -> tuple[ShardMoves, ShardMoves]:
@@ -194,8 +229,17 @@ async def _rebalance(
 
         async def to_move() -> int:
             nonlocal moves
-            moves = await client.rebalance(dry_run=True, since=begun.revision)
-            return max(moves.under_way, moves.total)
+            for _ in range(LOOKS):
+                moves = await client.rebalance(dry_run=True, since=begun.revision)
+                if moves.is_asked or not moves.total:
+                    return max(moves.under_way, moves.total)
+                await asyncio.sleep(LOOK_S)
+            raise RequestError(
+                f"The rebalancing was ended before all was moved, as by `felix region rebalance --stop`: {counted(moves.moved, 'shard')} moved, "
+                f"{moves.under_way:,} on the way, {moves.total:,} that would have moved stay.",
+                code=Code.CONFLICT,
+                hint="Repeat this command if it is still wanted: it goes on.",
+            )
 
         await _until_none_is_left(
             wait_ms,

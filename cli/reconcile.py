@@ -13,10 +13,12 @@ import typer
 from cli.output import counted, err, note, out, print_json
 from cli.process import read_state
 from cli.setting import JsonOption, choose_region, folder_of, read_file, run
+from felix import __version__
 from felix.errors import Code, RequestError, UnavailableError
 from felix.files import PRIVATE, replace_file
 from felix.runtime.real import REAL
-from felix.storage.disk import FileLock
+from felix.storage.disk import PRIVATE_FILES, FileLock
+from felix.storage.release_mark import is_later, require_release
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:
@@ -110,6 +112,7 @@ def _heard(folder: RegionFolder, config: RegionConfig, held: ExitStack) -> dict[
     found = {}
     for file in sorted((folder.root / config.data).glob(f"*/{NAME}")):
         data = file.parent
+        require_release(PRIVATE_FILES, data, __version__)
         # Copies that are not mounted would count as lost.
         for each in begun_folders(folder, msgspec.structs.replace(config, data=str(data), broker=data.name)):
             each.require()
@@ -136,6 +139,12 @@ def _reported(path: Path, known: dict[str, FolderReport]) -> dict[str, FolderRep
     if twice := sorted(each.broker for each in told if each.broker in known):
         raise RequestError(
             f"The folder of {twice[0]} is told of twice.", hint="A broker has one data folder."
+        )
+    if later := sorted(each.version for each in told if is_later(each.version, __version__)):
+        raise RequestError(
+            f"{path} was written by release {later[-1]} of Felix, and this is release {__version__}: it may say what this one passes over.",
+            code=Code.UNSUPPORTED,
+            hint="Run the command with the release that the brokers run, on each machine.",
         )
     return {each.broker: each for each in told}
 

@@ -803,10 +803,20 @@ def change_log_keys_(
     from audit.trust import RegionTrust
     from cli.audit import remembered_here
     from cli.stopped_region import StoppedRegion
+    from felix import __version__
+    from felix.storage.disk import PRIVATE_FILES
+    from felix.storage.release_mark import require_release
     from region.copied_log import is_copied
     from region.trust.log_keys import change_log_keys
 
     folder, config = folder_of(region)
+    written = (
+        [log or folder.bridges / bridge / "egress"]
+        if bridge
+        else [folder.root / data for data in config.data_folders]
+    )
+    for path in written:
+        require_release(PRIVATE_FILES, path, __version__)
     copied = not bridge and is_copied(folder, config)
     if copied and _running(folder, config) is not None:
         raise RequestError(

@@ -79,6 +79,7 @@ from felix.messages import (
     RetireBroker,
     RotateKeys,
     ShardMoves,
+    StopRebalancing,
     StreamState,
     StreamTraffic,
     SubscriptionPage,
@@ -667,6 +668,11 @@ class RegionClient:
         """Move copies until each of several brokers has its share; with `dry_run`, only say what would move first. Returns once that is
         decided. `since`: the `revision` of an earlier answer; `moved` counts from there. Raises RequestError(UNSUPPORTED)."""
         return await self.connection.request(RebalanceShards(dry_run, since))
+
+    async def stop_rebalancing(self, *, since: int = 0) -> ShardMoves:
+        """End what `rebalance` began: what has not begun to move stays where it is (`total`), and what moves arrives (`under_way`). `is_asked` says whether there was
+        anything to end. Raises RequestError(UNSUPPORTED)."""
+        return await self.connection.request(StopRebalancing(since))
 
     async def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""

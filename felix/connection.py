@@ -167,6 +167,8 @@ class RegionConnection:
         self._client = b""
         self._relayed: BoundedMap[str, float] = BoundedMap(LEADERS_MAX)
         """leaders' addresses that did not answer, until when they are asked for through this connection first"""
+        self._failed: BoundedMap[str, FelixError] = BoundedMap(LEADERS_MAX)
+        """why no session stands with brokers that were tried, by address; of the first connection for all"""
         known = [str(address) for address in profile.parsed_addresses()]
         self._routes: Routes[Attachment] = (
             first._routes
@@ -282,6 +284,18 @@ class RegionConnection:
         leader.join(_Lost(self._routes, address, leader))
         return leader
 
+    @property
+    def why_unreached(self) -> str:
+        """Why a broker was not reached when it was tried last, as a sentence; empty where all were. A refusal is told before a silence: it is what
+        somebody can put right."""
+        failed = list((self._first or self)._failed.items())
+        if not failed:
+            return ""
+        address, error = next(
+            (each for each in reversed(failed) if not isinstance(each[1], UnavailableError)), failed[-1]
+        )
+        return f"Of the broker at {address}: {error.sentence}"
+
     # -- requests -------------------------------------------------------------------------------------
 
     async def request(self, request: Request[AnswerT], *, timeout_s: float | None = None) -> AnswerT:
@@ -317,6 +331,8 @@ class RegionConnection:
                     await asyncio.sleep(backoff.after_ms(last) / 1000)
         except TimeoutError:
             why = last.sentence if last else "No broker answered."
+            if self.link is None or isinstance(last, NotLeaderError):
+                why = f"{why} {self.why_unreached}".rstrip()
             raise UnavailableError(
                 f"{type(request).__name__} was not answered by region {self.profile.region} within {limit_s:g} s. {why}",
                 code=Code.TIMEOUT,
@@ -337,7 +353,7 @@ class RegionConnection:
                     link = await asked._wait_for_link()
             except TimeoutError:
                 raise UnavailableError(
-                    f"No session with {', '.join(asked.profile.addresses)} of region {self.profile.region} stands.",
+                    f"No session with {', '.join(asked.profile.addresses)} of region {self.profile.region} stands. {self.why_unreached}".rstrip(),
                     code=Code.TIMEOUT,
                 ) from None
             try:
@@ -464,7 +480,7 @@ class RegionConnection:
                 timeout_s = min(timeout_s, max(0.05, (deadline - loop.time()) / untried))
             error: FelixError
             try:
-                return await self._attempt(address, timeout_s)
+                return await self._try(address, timeout_s)
             except UnavailableError as caught:
                 error = caught
                 deserted = deserted + 1 if isinstance(caught, NobodyListensError) else 0
@@ -512,6 +528,17 @@ class RegionConnection:
                     retry_after_ms=error.retry_after_ms,
                 ) from error
             await asyncio.sleep(wait_s)
+
+    async def _try(self, address: Address, timeout_s: float) -> Link:
+        """As `_attempt`, and note why it failed (`why_unreached`)."""
+        failed = (self._first or self)._failed
+        try:
+            link = await self._attempt(address, timeout_s)
+        except FelixError as error:
+            failed.put(str(address), error)
+            raise
+        failed.pop(str(address))
+        return link
 
     async def _attempt(self, address: Address, timeout_s: float) -> Link:
         assert self._engine is not None

@@ -219,7 +219,7 @@ class Exchange:
         except TimeoutError:
             raise UnavailableError(
                 f"{type(self._request()).__name__} was not answered by region {self._connection.profile.region} within "
-                f"{limit_s:g} s.",
+                f"{limit_s:g} s. {self._connection.why_unreached}".rstrip(),
                 code=Code.TIMEOUT,
                 hint="Is the region up? `felix region status` tells.",
             ) from None

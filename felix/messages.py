@@ -472,6 +472,12 @@ class RebalanceShards(Request["ShardMoves"], frozen=True, tag="rebalance_shards"
     since: Natural = 0
 
 
+class StopRebalancing(Repeatable["ShardMoves"], frozen=True, tag="stop_rebalancing"):
+    """Ends what `rebalance_shards` began: what has not begun to move stays where it is, and what moves arrives. Any of several brokers answers it. `since`: as there."""
+
+    since: Natural = 0
+
+
 class ShardMove(Message, frozen=True, tag="shard_move"):
     """The brokers that have copies of a shard, the leader first, and those that are to have them."""
 
@@ -484,7 +490,8 @@ class ShardMove(Message, frozen=True, tag="shard_move"):
 class ShardMoves(Message, frozen=True, tag="shard_moves"):
     """`total`: how many shards are to move that do not yet; of them, `moves` are listed. `under_way`: shards that move. `unled`: shards that nobody can lead,
     which are in neither, and stay until somebody does. `moved`: shards whose move was seen to end after the revision `since`, each once. `revision`: of what
-    this answer knows; 0 from a broker of an earlier release."""
+    this answer knows; 0 from a broker of an earlier release. `is_asked`: whether somebody's word to move copies stood as this was asked; also true from a broker
+    of an earlier release, which does not say."""
 
     moves: list[ShardMove]
     total: int
@@ -492,6 +499,7 @@ class ShardMoves(Message, frozen=True, tag="shard_moves"):
     unled: int = 0
     moved: int = 0
     revision: int = 0
+    is_asked: bool = True
 
 
 class RotateKeys(Request["Done"], frozen=True, tag="rotate_keys"):

@@ -213,7 +213,7 @@ class Publisher:
                 # It was tried all the time: what the broker said last says more than that it took long.
                 raise self._open_refusal from None
             raise UnavailableError(
-                f"No publish stream into {self.stream} could be opened within {self._region.request_timeout_s:g} s.",
+                f"No publish stream into {self.stream} could be opened within {self._region.request_timeout_s:g} s. {self._region.why_unreached}".rstrip(),
                 code=Code.TIMEOUT,
                 hint="Is the region up?",
             ) from None
@@ -627,7 +627,8 @@ class Publisher:
         """How it stands with the broker, for whoever is told that a batch was given up."""
         link = self._link
         if link is None or link.is_over:
-            return "no session with the broker stands"
+            why = self._region.why_unreached.rstrip(".")
+            return f"no session with the broker stands{why and f' ({why[0].lower()}{why[1:]})'}"
         return f"the session stands, and the broker was last heard {max(0.0, now - link.connection.heard_at):.1f} s ago"
 
     # -- links (connection.Attachment) ----------------------------------------------------------------

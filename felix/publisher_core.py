@@ -197,7 +197,7 @@ class Accumulator:
     """One shard of a publisher: its open batch, and its closed ones in the order of their sequence."""
 
     __slots__ = (
-        "callers", "epoch", "first", "linger_over", "linger_until", "next_sequence", "open_bytes", "records", "shard",
+        "callers", "epoch", "first", "linger_over", "linger_until", "next_sequence", "open_bytes", "open_until", "records", "shard",
         "stalled_until", "unacknowledged", "unsent",
     )  # fmt: skip
 
@@ -211,6 +211,8 @@ class Accumulator:
         self.open_bytes = 0
         self.linger_until = inf
         self.linger_over = False
+        # Of the open batch, where nobody takes it before that, as while no session stands.
+        self.open_until = inf
         self.unacknowledged: deque[PendingBatch] = deque()
         # The newest of those, in the same order.
         self.unsent: deque[PendingBatch] = deque()
@@ -588,7 +590,7 @@ class PublisherCore:
         callers, accumulator.callers = accumulator.callers, None
         held, accumulator.open_bytes = accumulator.open_bytes, 0
         accumulator.linger_over = False
-        accumulator.linger_until = inf
+        accumulator.linger_until = accumulator.open_until = inf
         if accumulator.shard == self._unkeyed:
             self._unkeyed = (self._unkeyed + 1) % len(self.accumulators)
         pending = self._encode(accumulator, records, held, accumulator.first)
@@ -704,8 +706,12 @@ class PublisherCore:
             self._date(now)
         # That of every batch, by its exact type and before all others: a match costs more.
         if type(event) is IterationEnded:
+            until = now + self._deadline_s
             for accumulator in self._began:
                 accumulator.linger_over = bool(accumulator.records)
+                accumulator.open_until = until
+            if self._began and until < self.wake_at:
+                self.wake_at = until
             self._began.clear()
             return NOTHING
         match event:
@@ -743,6 +749,7 @@ class PublisherCore:
         for accumulator in self._began:
             if accumulator.records and accumulator.linger_until == inf:
                 accumulator.linger_until = until
+                accumulator.open_until = now + self._deadline_s
         self._began.clear()
         self.wake_at = min(self.wake_at, until)
 
@@ -844,6 +851,10 @@ class PublisherCore:
                 accumulator.linger_until = inf
                 accumulator.linger_over = True
             unacknowledged = accumulator.unacknowledged
+            if accumulator.records and (until := accumulator.open_until) <= now:
+                self._close(accumulator)
+                self._undated.remove(late := unacknowledged[-1])
+                late.deadline = until
             expired = False
             if event.stood_still:
                 for pending in unacknowledged:
@@ -867,6 +878,7 @@ class PublisherCore:
                 self.wake_at,
                 accumulator.linger_until,
                 inf if accumulator.stalled_until is None else accumulator.stalled_until,
+                accumulator.open_until if accumulator.records else inf,
                 unacknowledged[0].deadline if unacknowledged else inf,
             )
         return Ready(forget, given_up=given_up)

@@ -452,6 +452,11 @@ class SyncRegion(BlockingRegion):
         decided. `since`: the `revision` of an earlier answer; `moved` counts from there. Raises RequestError(UNSUPPORTED)."""
         return self._background.call(self._inner.rebalance(dry_run=dry_run, since=since))
 
+    def stop_rebalancing(self, *, since: int = 0) -> ShardMoves:
+        """End what `rebalance` began: what has not begun to move stays where it is (`total`), and what moves arrives (`under_way`). `is_asked` says whether there was
+        anything to end. Raises RequestError(UNSUPPORTED)."""
+        return self._background.call(self._inner.stop_rebalancing(since=since))
+
     def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""
         return self._background.call(self._inner.rotate_keys(level, stream))

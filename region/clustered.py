@@ -682,7 +682,33 @@ class Clustered:
                 leader=member.controller,
                 address=address,
             )
-        planned, view = await member.controls.planned(), member.mirror.view
+        found = await self._moves(since)
+        if not dry_run:
+            while True:
+                result = await member.mirror.commit(transactions.rebalance(member.mirror.view, by))
+                if result is not None and result.succeeded:
+                    break
+            found = msgspec.structs.replace(found, is_asked=True)
+        return found
+
+    async def stop_rebalancing(self, *, since: int, by: str) -> ShardMoves:
+        """End what `rebalance` began, at whichever broker: once it returns, nothing begins to move because of it. What moves arrives: to take a copy back that is
+        being made would be a move of its own. Raises what the store raises. `by`: the operator, for the log."""
+        mirror, ended = self.member.mirror, ""
+        # Another broker may have written it just now.
+        mirror.absorb(*await mirror.find([mirror.view.keys.rebalance]))
+        while (asked := mirror.view.rebalance) is not None:
+            ended = asked.by
+            result = await mirror.commit(transactions.rebalanced(mirror.view))
+            if result is not None and result.succeeded:
+                break
+        if ended:
+            log.warning("%s ended the rebalancing that %s asked for", by, ended)
+        return msgspec.structs.replace(await self._moves(since), is_asked=ended != "")
+
+    async def _moves(self, since: int) -> ShardMoves:
+        """What a rebalancing would move next, what moves, and what has moved since a revision."""
+        planned, view = await self.member.controls.planned(), self.member.mirror.view
         unled = {shard for shard in view.shards if vacancy(view, shard)}
         moves = [
             ShardMove(record.stream, shard.number, list(place_of(record)), list(then))
@@ -693,12 +719,9 @@ class Clustered:
         ]
         under_way = sum(record.target != () for shard, record in view.shards.items() if shard not in unled)
         moved = sum(revision > since for revision in view.arrived.values()) if since else 0
-        if not dry_run:
-            while True:
-                result = await member.mirror.commit(transactions.rebalance(member.mirror.view, by))
-                if result is not None and result.succeeded:
-                    break
-        return ShardMoves(moves[:MOVES_SHOWN], len(moves), under_way, len(unled), moved, view.revision)
+        return ShardMoves(
+            moves[:MOVES_SHOWN], len(moves), under_way, len(unled), moved, view.revision, view.rebalance is not None
+        )  # fmt: skip
 
     async def placed(self, record: Stream) -> None:
         """Wait until somebody leads the stream, for PLACED_S at most: it exists whether or not."""

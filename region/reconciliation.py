@@ -1,7 +1,7 @@
 """What makes a metadata store that was put back to an earlier state fit what the brokers' data folders know (R10).
 
 Each broker's folder says how often it was registered, its pulse, and how far its copy of each log goes (`FolderReport`); from all of them, and
-what the store has, `reconcile` makes a plan. Order: 1. no broker is alive; 2. `freeze`; 3. the brokers' registrations and pulses; 4. the
+what the store has, `reconcile` makes a plan. Order: 1. no broker is alive; 2. `freeze`, with the folders that 3. lets the store forget; 3. the brokers' registrations and pulses; 4. the
 records of shards, each above every epoch that a folder knows; 5. `retired`: brokers that were retired since are forgotten again; 6. `thaw`. A crash
 between leaves the region frozen; the plan is made anew.
 
@@ -369,6 +369,8 @@ class _Known:
     """brokers whose copies cannot be had: not heard, or damaged"""
     former: Sequence[str]
     """brokers whose folder was lost since the backup: it may have had what nobody else has"""
+    emptied: Sequence[str]
+    """of an audit log that nobody may lead: brokers whose copy has nothing now, so that nobody knows what it had"""
     missing: int
     """copies that were not heard"""
     minimum: int
@@ -435,7 +437,17 @@ def _known(
         for broker in sorted({*told, *(() if before is None else before.replicas)})
         if broker in view.nodes and broker in plan.nodes and not _is_of_store(view, plan, broker)
     ]
-    missing = len(away) + len(former)
+    emptied: list[str] = []
+    if before is not None and before.stream == str(AUDIT_STREAM) and _may_be_led_by_nobody(before):
+        # Nobody has filled a copy since: one that has nothing lost it, or never had any.
+        emptied = [
+            broker
+            for broker in before.replicas
+            if broker in plan.nodes
+            and broker not in former
+            and not (broker in told and (told[broker].has_records or told[broker].damaged))
+        ]
+    missing = len(away) + len(former) + len(emptied)
     if before is None and stream is not None and has_copies:
         # The store does not say who had the others.
         missing = max(missing, stream.config.replicas - len(whole))
@@ -450,6 +462,7 @@ def _known(
         whole=whole,
         away=away,
         former=former,
+        emptied=emptied,
         missing=missing,
         minimum=before.min if before is not None else min_in_sync(stream.config) if stream is not None else 1,
         has_copies=has_copies,
@@ -558,11 +571,11 @@ def _led_by_nobody(
 def _doubt(known: _Known, winner: str, doubt: str, signed: tuple[int, str]) -> str:
     """Why the winner may lack something that was committed; empty where it has all. `doubt`: what the copies alone say."""
     doubt = doubt or _more_than(known.whole, winner)
-    away, former, missing, minimum = known.away, known.former, known.missing, known.minimum
-    if known.has_copies and missing >= minimum:
+    minimum, those = known.minimum, _those(known)
+    if known.has_copies and known.missing >= minimum:
         doubt = (
             f"a record was acknowledged once {minimum} {'copy' if minimum == 1 else 'copies'} had it, and those may have been "
-            f"{_those(away, former) if len(away) + len(former) == missing else 'in folders that were not heard'}"
+            f"{', '.join(those) if len(those) == known.missing else 'in folders that were not heard'}"
             + (f" ({known.why})" if known.why else "")
         )
     leaves = _ends(known.whole[winner]).get(RECORDS) if winner in known.whole else None
@@ -602,8 +615,13 @@ def _as_before(winners: Collection[str], before: ShardRecord | None) -> list[str
     return sorted(winners, key=lambda broker: (broker not in replicas, broker))
 
 
-def _those(away: Sequence[str], former: Sequence[str]) -> str:
-    return ", ".join([*away, *(f"the folder that {broker} had before" for broker in former)])
+def _those(known: _Known) -> list[str]:
+    """Where the copies may have been that cannot be had."""
+    return [
+        *known.away,
+        *(f"the folder that {broker} had before" for broker in known.former),
+        *(f"a copy that {broker} had before" for broker in known.emptied),
+    ]
 
 
 def _gone(view: ClusterView, plan: Plan, before: ShardRecord, told: Mapping[str, ShardTold]) -> list[str]:
@@ -616,7 +634,11 @@ def _gone(view: ClusterView, plan: Plan, before: ShardRecord, told: Mapping[str,
 def _is_of_store(view: ClusterView, plan: Plan, broker: str) -> bool:
     """Whether the folder that was heard of it is the one that it had when the store was saved."""
     before = view.nodes.get(broker)
-    return before is not None and broker in plan.nodes and before.folder == plan.nodes[broker].folder
+    if before is None or broker not in plan.nodes:
+        return False
+    # A run that was cut off may have written the other one in its place.
+    forgotten = {} if view.frozen is None else view.frozen.folders
+    return forgotten.get(broker, before.folder) == plan.nodes[broker].folder
 
 
 def _more_than(copies: Mapping[str, ShardTold], winner: str) -> str:
@@ -661,6 +683,11 @@ def _record(
         durability=durability,
         unclean=epoch if unclean else 0 if before is None else before.unclean,
     )
+
+
+def _may_be_led_by_nobody(record: ShardRecord) -> bool:
+    """Whether no copy surely has all that is committed, as a run that reconciled said, or as those that had it lost it."""
+    return not (record.leader or record.members() or record.target)
 
 
 def _fits(before: ShardRecord, winners: Sequence[str], plan: Plan, told: int) -> bool:
@@ -828,13 +855,28 @@ def audit_home(view: ClusterView, plan: Plan) -> Transaction | None:
     )
 
 
-def freeze(view: ClusterView, by: str) -> Transaction | None:
-    """Nothing is placed or elected from now on; None where that is so. No broker may be alive."""
+def freeze(view: ClusterView, by: str, plan: Plan) -> Transaction | None:
+    """Nothing is placed or elected from now on, and what `brokers` lets the store forget is remembered until the end; None where that is so. No broker may be alive."""
     key = view.keys.frozen
-    if view.revision_of(key):
-        return None
-    record = FrozenRecord(by, "The metadata store was put back to an earlier state, and is being reconciled.")
-    return Transaction((Absent(key), *_nobody(view)), (Put(key, encode(record, key)),))
+    held = view.frozen
+    folders = {
+        broker: before.folder
+        for broker, node in plan.nodes.items()
+        if (before := view.nodes.get(broker)) is not None and before.folder != node.folder
+    }
+    if held is not None:
+        # What an earlier run found there was of the store that was put back.
+        folders |= held.folders
+        if folders == held.folders:
+            return None
+    record = (
+        FrozenRecord(
+            by, "The metadata store was put back to an earlier state, and is being reconciled.", folders
+        )
+        if held is None
+        else FrozenRecord(held.by, held.why, folders)
+    )
+    return Transaction((unchanged(view, key), *_nobody(view)), (Put(key, encode(record, key)),))
 
 
 def _nobody(view: ClusterView) -> list[Absent]:

@@ -136,7 +136,7 @@ class Reconciler:
     async def write(self, plan: Plan) -> None:
         """Carry it out. Raises UnavailableError, and RequestError(CONFLICT) where somebody else wrote meanwhile: then it is to be planned anew."""
         view = self._mirror.view
-        if (made := reconciliation.freeze(view, min(plan.nodes, default="b1"))) is not None:
+        if (made := reconciliation.freeze(view, min(plan.nodes, default="b1"), plan)) is not None:
             await self._commit(made)
         for made in reconciliation.brokers(view, plan):
             await self._commit(made)

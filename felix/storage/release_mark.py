@@ -4,7 +4,8 @@ Formats carry versions, but fields are added to what has one, and who does not k
 process marks the folder that it owns before it writes there, and none starts in one that a later release has marked. Minor releases count: what a patch
 release writes, every release of the same minor one reads.
 
-The mark is a text of one line, `release` in the folder. One that cannot be read as a release is taken for none. Callers: region.startup, bridge.egress_disk.
+The mark is a text of one line, `release` in the folder. One that cannot be read as a release is taken for none. Callers: region.startup, bridge.egress_disk, and commands that
+look into folders of processes which are stopped.
 """
 
 from __future__ import annotations
@@ -31,13 +32,18 @@ def require_release(files: Files, folder: Path, release: str) -> None:
 def _accepted(files: Files, folder: Path, release: str) -> str:
     """The mark. Raises as `require_release`."""
     marked = read_line(files, folder / MARK)
-    if _minor(marked) > _minor(release):
+    if is_later(marked, release):
         raise RequestError(
             f"{folder} was used by release {marked} of Felix, and this is release {release}: it may not understand what it finds, or lose it.",
             code=Code.UNSUPPORTED,
             hint=f"Start release {marked} again. To go back to an earlier one, put the backup of before the upgrade in the folder's place (docs/operations.md, Going back).",
         )
     return marked
+
+
+def is_later(release: str, than: str) -> bool:
+    """Whether what `release` wrote may be more than the release `than` understands."""
+    return _minor(release) > _minor(than)
 
 
 def mark_release(files: Files, folder: Path, release: str) -> None:

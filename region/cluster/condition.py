@@ -20,8 +20,11 @@ def counts(view: ClusterView, broker: str, audit_home: str) -> dict[str, float]:
     tells = controller is None or controller.broker == broker
     alive, nodes = set(view.alive), dict(view.nodes)
     under = below = without = 0
+    leads = {each: 0 for each, node in nodes.items() if each in alive and not node.drain}
     # The event loop may change the table meanwhile.
     for record in list(view.shards.values()) if tells else ():
+        if record.leader in leads:
+            leads[record.leader] += 1
         under += len(record.isr) < len(record.replicas)
         below += len(record.isr) < record.min
         without += record.leader not in alive
@@ -32,6 +35,8 @@ def counts(view: ClusterView, broker: str, audit_home: str) -> dict[str, float]:
         "cluster_shards_under_replicated": float(under),
         "cluster_shards_below_min": float(below),
         "cluster_shards_without_leader": float(without),
+        "cluster_leaders_most": float(max(leads.values(), default=0)),
+        "cluster_leaders_fewest": float(min(leads.values(), default=0)),
         "cluster_audit_log_without_home": float(tells and audit_home not in alive),
         "cluster_frozen": float(tells and view.frozen is not None),
     }

@@ -802,7 +802,8 @@ class ControllerCore:
         gives = [broker for record in copied for broker in record.replicas if broker not in record.target]
         parts, is_left = [], bool(under_way)
         ready: dict[str, bool] = {}
-        for shard in sorted(view.shards if rebalances else self._leaving_together()):
+        leaving = self._leaving_together()
+        for shard in sorted(view.shards if rebalances else leaving):
             record, target = view.shards[shard], places.get(shard, ())
             if place_of(record) == target or (record.target and shard not in self._leaving):
                 continue
@@ -828,6 +829,8 @@ class ControllerCore:
                 continue
             made = transactions.move(view, shard, target)
             if isinstance(made, Transaction):
+                if shard not in leaving:
+                    made = transactions.while_rebalancing(view, made)
                 parts.append((shard, made))
                 gets += new
                 gives += old if new else []

@@ -189,7 +189,7 @@ def _rebalancing(view: ClusterView, region: str) -> Iterator[str]:
     if view.rebalance is not None:
         yield (
             f"Copies and leaders are being moved until each broker has its share, as {view.rebalance.by} asked: `felix region rebalance --dry-run "
-            f"--region {region}` shows what is left."
+            f"--region {region}` shows what is left, `felix region rebalance --stop --region {region}` ends it."
         )
 
 
@@ -225,9 +225,16 @@ def uneven_leaders(
     if sum(count**2 for count in then.values()) >= sum(count**2 for count in leads.values()):
         return
     most, fewest = max(leads, key=lambda name: leads[name]), min(leads, key=lambda name: leads[name])
+    copied = sum(
+        not {*place} <= {*record.replicas} and is_enough(record, place)
+        for shard, record in view.shards.items()
+        if (place := planned.get(shard, ()))
+    )
+    # Of a stream with one copy nobody else may lead without a copy of it: a region that was one broker's is evened out so.
+    how = f" For that {copied:,} shard{' is' if copied == 1 else 's are'} copied first." if copied else ""
     yield (
         f"Leaders are uneven: broker {most} leads {leads[most]:,} of {sum(leads.values()):,} shards, broker {fewest} leads "
-        f"{leads[fewest] or 'none'}. `felix region rebalance --region {region}` evens them out, to {max(then.values()):,} at one broker at most."
+        f"{leads[fewest] or 'none'}. `felix region rebalance --region {region}` evens them out, to {max(then.values()):,} at one broker at most.{how}"
     )
 
 

@@ -150,10 +150,12 @@ class ControllerRecord(msgspec.Struct, frozen=True):
 
 
 class FrozenRecord(msgspec.Struct, frozen=True):
-    """The store went back to an earlier state: nothing is placed or elected until it has been reconciled."""
+    """The store went back to an earlier state: nothing is placed or elected until it has been reconciled. `folders`: of brokers that have had to begin with other
+    data folders since, the ids of those that the store knew, once a run that reconciles has begun to write the others in their place."""
 
     by: str
     why: str
+    folders: dict[str, str] = {}
 
 
 class RebalanceRecord(msgspec.Struct, frozen=True):
@@ -296,6 +298,9 @@ def _check(record: msgspec.Struct, key: str) -> None:
             _check_brokers("writers", (record.by,), 1, key)
             if len(record.why) > SENTENCE_CHARS_MAX:
                 raise _invalid(key, f"its reason has {len(record.why)} characters")
+            _check_brokers("brokers with other folders", record.folders, BROKERS_MAX, key)
+            for folder in record.folders.values():
+                _check_hex("folder", folder, FOLDER_CHARS, key)
         case RebalanceRecord():
             _check_words((record.by,), key)
 

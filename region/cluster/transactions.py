@@ -253,8 +253,13 @@ def remove(view: ClusterView, shard: ShardId, deleted: str, deleted_revision: in
     return Transaction((unchanged(view, key), ModRevision(deleted, deleted_revision)), (Delete(key),))
 
 
+def while_rebalancing(view: ClusterView, made: Transaction) -> Transaction:
+    """A move that an operator's word asks for, and nothing else: it does not begin once the word is taken back, whoever hears of that how late."""
+    return Transaction((*made.compares, unchanged(view, view.keys.rebalance)), made.writes)
+
+
 def rebalanced(view: ClusterView) -> Transaction:
-    """Nothing is left to move. A newer word than the one that was carried out stays."""
+    """Nothing is left to move, or to be moved, as an operator says. A newer word than the one that was carried out, or read, stays."""
     key = view.keys.rebalance
     return Transaction((unchanged(view, key),), (Delete(key),))
 

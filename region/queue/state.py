@@ -44,6 +44,8 @@ TRACKED_MAX: Final = 200_000
 """Records of a shard that are known one by one: ready, leased, delayed. With more of them no further are taken up."""
 VISIBILITY_MS_MAX: Final = 12 * 3_600_000
 """A lease may be asked for so long."""
+SET_BACK_MS: Final = 5_000
+"""A clock that goes back by less is held for one that was set a little: leases end so much later then."""
 RECORD_BYTES: Final = 320
 """About what one of them takes in memory."""
 FINISHED_MAX: Final = 16_384
@@ -204,6 +206,8 @@ class QueueState:
         self._timer_numbers = count()
         self._keys: dict[bytes, deque[int]] = {}
         self._finished: dict[int, int] = {}
+        self._leased_ms = 0
+        """The latest time at which a lease began, or, once the clock was set back behind that, when that was seen."""
 
     # -- stats -----------------------------------------------------------------------------------------
 
@@ -351,6 +355,8 @@ class QueueState:
         record.due_ms = until_ms
         record.worker = worker
         record.leased_ms = now_ms
+        if now_ms > self._leased_ms:
+            self._leased_ms = now_ms
         record.open = True
 
     def leased(self, records: Sequence[Tracked], until_ms: int, worker: int) -> bytes:
@@ -499,6 +505,8 @@ class QueueState:
     def tick(self, now_ms: int) -> list[Spent]:
         """Free what is due: delayed records, leases that ran out. Returns the records that had all their attempts, in order of
         offsets: they are MOVING. Nothing is written: the time of a lease stands in its entry."""
+        if self._leased_ms > now_ms + SET_BACK_MS:
+            self._set_back(now_ms)
         spent: list[Spent] = []
         attempts_max = self.settings.retries.attempts_max
         while self._timers and self._timers[0][0] <= now_ms:
@@ -518,6 +526,15 @@ class QueueState:
                         self._free(record, now_ms)
         spent.sort()
         return spent
+
+    def _set_back(self, now_ms: int) -> None:
+        """The clock was set back: a lease that began later than it is now lasts as long from now on as it was to last then."""
+        self._leased_ms = now_ms
+        for offset, record in self.tracked.items():
+            if record.phase is Phase.LEASED and record.leased_ms > now_ms:
+                record.due_ms = now_ms + min(max(0, record.due_ms - record.leased_ms), VISIBILITY_MS_MAX)
+                record.leased_ms = now_ms
+                self._time(record.due_ms, [offset])
 
     # -- dead letters ----------------------------------------------------------------------------------
 

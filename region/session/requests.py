@@ -76,6 +76,7 @@ from felix.messages import (
     RotateKeys,
     SeekSubscription,
     ShardMoves,
+    StopRebalancing,
     StreamPage,
     StreamState,
     StreamStated,
@@ -565,6 +566,10 @@ class Requests:
     async def rebalance_shards(self, identity: SpiffeId, request: RebalanceShards) -> ShardMoves:
         self._broker.require_operator(identity, "move copies")
         return await self._several().rebalance(dry_run=request.dry_run, since=request.since, by=str(identity))
+
+    async def stop_rebalancing(self, identity: SpiffeId, request: StopRebalancing) -> ShardMoves:
+        self._broker.require_operator(identity, "move copies")
+        return await self._several().stop_rebalancing(since=request.since, by=str(identity))
 
     def _several(self) -> Clustered:
         """Raises RequestError(UNSUPPORTED) where the region has one broker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,3 +125,41 @@ def test_a_rebalance_says_how_many_shards_moved_and_how_many_nobody_can_lead(
     with pytest.raises(UnavailableError, match="1 shard stays where it is, as nobody can lead it"):
         operate.rebalance()
     assert "2 shards moved" in capsys.readouterr().out
+
+
+class Asked:
+    """A client of a region whose rebalancing somebody ends after the first look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    async def rebalance(self, *, dry_run: bool = False, since: int = 0) -> ShardMoves:
+        if not dry_run:
+            return ShardMoves([], 3, revision=7)
+        self.looks += 1
+        assert since == 7
+        return ShardMoves([], 2, moved=1, revision=9, is_asked=self.looks < 2)
+
+
+def test_a_rebalance_that_somebody_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked()
+    monkeypatch.setattr(operate, "LOOK_S", 0.0)
+    monkeypatch.setattr(operate, "connect", lambda region, identity: contextlib.nullcontext(asked))
+    with pytest.raises(
+        RequestError, match="1 shard moved, 0 on the way, 2 that would have moved stay"
+    ) as refused:
+        operate.rebalance()
+    assert refused.value.code is Code.CONFLICT and asked.looks == 1 + operate.LOOKS
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (ShardMoves([], 5, under_way=2), "The rebalancing is ended: 2 shards on the way arrive, and all else stays where it is"),
+        (ShardMoves([], 5), "The rebalancing is ended: nothing is on the way, and all else stays where it is"),
+        (ShardMoves([], 0, is_asked=False), "No rebalancing is under way"),
+        (ShardMoves([], 0, under_way=1, is_asked=False), "No rebalancing is under way; 1 shard still on the way arrives"),
+    ],
+)  # fmt: skip
+def test_a_rebalance_that_is_ended_says_what_becomes_of_what_moves(ended: ShardMoves, said: str) -> None:
+    assert operate._ended_text(ended) == said

@@ -242,6 +242,38 @@ async def test_one_broker_that_calls_an_identity_expired_is_heard_where_no_other
         await client.open()
 
 
+async def test_a_request_that_nobody_answers_says_why_the_broker_that_is_there_lets_nobody_in() -> None:
+    """One of two is gone, and by the clock of the other one the identity does not hold: neither half of them says so, so it is asked again and again."""
+    engine = ScriptedEngine(first=ScriptedBroker(), second=ScriptedBroker())
+    client = felix.connect(
+        profile=profile("first:1", "second:2"),
+        engine=engine,
+        backoff=felix.BackoffPolicy(first_ms=1, ceiling_ms=4),
+        request_timeout_s=0.3,
+    )
+    async with client:
+        engine.brokers["first"].create(ORDERS)
+        publisher = client.stream(ORDERS).publisher(deadline_ms=300)
+        await publisher.open()
+        engine.brokers["second"].clock_ahead_ms = 1_000 * DAY_MS
+        engine.brokers["first"].down = True
+        engine.brokers["first"].session.drop()
+        with pytest.raises(
+            UnavailableError, match=r"Of the broker at second:2: The certificate .* expired"
+        ) as caught:
+            await client.describe_stream(ORDERS)
+        assert caught.value.code is Code.TIMEOUT
+        with pytest.raises(
+            UnavailableError, match=r"no session .*of the broker at second:2: The certificate .* expired"
+        ):
+            await publisher.publish(b"x")
+        # Once it lets clients in again, nothing is left of it.
+        engine.brokers["second"].clock_ahead_ms = 0
+        engine.brokers["second"].create(ORDERS)
+        await client.describe_stream(ORDERS)
+        assert not client.connection.why_unreached.startswith("Of the broker at second")
+
+
 class SilentEngine(ScriptedEngine):
     """At addresses of no scripted broker there is somebody who never answers, as a machine that is off."""
 

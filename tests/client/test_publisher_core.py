@@ -126,7 +126,7 @@ def test_the_linger_begins_with_the_first_record_and_wakes_once_for_the_oldest()
     assert core.next_batch(1.05) is None
     core.step(TimeCame(None), 1.1)
     assert records_of(send(core, "sending", 1.1)) == [b"a", b"b"]
-    assert core.wake_at == pytest.approx(1.1 + 120)
+    assert core.wake_at == pytest.approx(1.0 + 120)
 
 
 def test_an_answer_to_a_sending_that_was_forgotten_does_not_count() -> None:
@@ -272,6 +272,28 @@ def test_what_came_too_late_says_how_it_stands_with_the_broker() -> None:
     assert given_up.refusal.error.sentence.endswith(
         "it was sent and not answered; no session with the broker stands."
     )
+
+
+@pytest.mark.parametrize("linger_ms", [0.0, 5.0])
+def test_what_nobody_takes_is_given_up_in_time_also_before_it_is_a_batch(linger_ms: float) -> None:
+    """No session stands: batches are closed as they are sent."""
+    core = core_of(deadline_ms=1_000, linger_ms=linger_ms)
+    core.add(b"a", None, None)
+    core.step(LINGERS if linger_ms else ITERATION_ENDED, 10.0)
+    core.add(b"b", None, None)
+    assert core.wake_at <= 11.0
+    assert not core.step(TimeCame(None), 10.5).given_up and core.wake_at == 11.0
+    (given_up,) = core.step(TimeCame(None, "no session with the broker stands"), 11.0).given_up
+    assert given_up.refusal.error.sentence.endswith(
+        "it could not be sent; no session with the broker stands."
+    )
+    assert core.held_bytes == 0 and core.wake_at == inf
+    # The next one has its own time, whenever it is looked at.
+    core.add(b"c", None, None)
+    assert not core.step(TimeCame(None), 20.0).given_up
+    core.step(LINGERS if linger_ms else ITERATION_ENDED, 20.0)
+    assert not core.step(TimeCame(None), 20.9).given_up
+    assert records_of(send(core, "1", 20.9)) == [b"c"]
 
 
 def test_a_process_that_stood_still_reads_what_came_meanwhile_before_it_gives_up() -> None:

@@ -31,6 +31,8 @@ def test_each_state_of_a_region_is_counted_by_its_controller_alone() -> None:
         "cluster_shards_under_replicated": 2,
         "cluster_shards_below_min": 1,
         "cluster_shards_without_leader": 1,
+        "cluster_leaders_most": 2,
+        "cluster_leaders_fewest": 2,
         "cluster_audit_log_without_home": 1,
         "cluster_frozen": 1,
     }
@@ -39,6 +41,17 @@ def test_each_state_of_a_region_is_counted_by_its_controller_alone() -> None:
     assert alone["cluster_controller_missing"] == 1
     assert alone["cluster_shards_under_replicated"] == 2, "nobody else tells it"
     assert alone["cluster_audit_log_without_home"] == 0
+
+
+def test_leaders_are_counted_at_the_brokers_that_may_lead() -> None:
+    leading = {
+        number: shard_record({leader: 5}, leader=leader, replicas=(leader,), min=1)
+        for number, leader in enumerate("aaab" + "dddd")
+    }
+    told = counts(view_of({"a": 5, "b": 5, "c": 5, "d": node(drain=True)}, shards=leading), "a", "a")
+    assert (told["cluster_leaders_most"], told["cluster_leaders_fewest"]) == (3, 0)
+    away = counts(view_of({"a": 5, "b": 5, "c": 5, "d": 5}, {"a": 5, "b": 5, "d": 5}, leading), "a", "a")
+    assert (away["cluster_leaders_most"], away["cluster_leaders_fewest"]) == (4, 1)
 
 
 def test_a_broker_is_in_sync_once_every_shard_of_it_has_it_since_its_start() -> None:

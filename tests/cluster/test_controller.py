@@ -19,6 +19,7 @@ from region import reconciliation
 from region.cluster import controller, membership, registration, transactions
 from region.cluster.controller import TICK_MS, EndTold, Leased, LeaseLost, StreamWish, Tick, Wanted
 from region.cluster.election import LogEnd
+from region.cluster.membership import place_of
 from region.cluster.placement import Planning
 from region.cluster.records import ShardId, encode
 from region.cluster.registration import FolderRecord
@@ -777,6 +778,39 @@ def test_a_word_to_rebalance_that_comes_while_one_ends_is_carried_out() -> None:
     region.until(lambda: region.view().rebalance is None)
     ended = [each.transaction for each in host.sent if Delete(KEYS.rebalance) in each.transaction.writes]
     assert ModRevision(KEYS.rebalance, later) in ended[-1].compares and len(ended) > 1
+
+
+@pytest.mark.parametrize("moment_ms", range(0, 12, 2))
+def test_a_rebalancing_that_is_ended_begins_no_further_move_however_late_its_controller_hears_of_it(
+    moment_ms: int,
+) -> None:
+    region = Region("abc", controllers="ab")
+    region.wants(changed_wish(shards=24, replicas=1))
+    region.until(lambda: len(region.view().shards) == 24)
+    region.boots["d"] = 1
+    region.files["d"] = FolderRecord(folder="dd" * 16)
+    region.start("d")
+    region.pass_ms(500)
+    region.rebalance()
+    region.pass_ms(20)
+    arrive(region)
+    region.store.run(region.store.now_ms + moment_ms)
+    region.pass_ms(1)
+    assert region.do(transactions.rebalanced(region.view()))
+    begun = {shard for shard, record in region.view().shards.items() if record.target}
+    before = {shard: place_of(record) for shard, record in region.view().shards.items()}
+    for _ in range(30):
+        region.pass_ms(50)
+        assert {shard for shard, record in region.view().shards.items() if record.target} <= begun
+        arrive(region)
+    after = region.view()
+    assert not any(record.target for record in after.shards.values()) and after.rebalance is None
+    assert before == {shard: place_of(record) for shard, record in after.shards.items()}, "what moved arrived"
+    assert sum(record.leader == "d" for record in after.shards.values()) < 6
+    # It may be asked for again.
+    region.rebalance()
+    carry_out(region, 60)
+    assert Counter(region.leaders()) == dict.fromkeys("abcd", 6)
 
 
 def test_a_copy_is_made_elsewhere_where_its_broker_is_gone_and_others_are_not_held_up() -> None:

@@ -2,7 +2,8 @@
 store. What was acknowledged is never lost, never stands twice, and every reader sees one order (cluster.play_faults).
 
 FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how many rounds of all kinds of faults; without it two of the worst are played. With it, a region of one
-broker for each ten rounds becomes several brokers' (cluster.play_conversion), and another one is backed up while it serves, and put back (cluster.play_backup).
+broker for each ten rounds becomes several brokers' (cluster.play_conversion), another one is backed up while it serves, and put back (cluster.play_backup), shards are recovered (cluster.play_given_up) and older stores reconciled
+(cluster.play_reconciled) while whoever takes part is killed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ def test_whatever_fails_nothing_acknowledged_is_lost_and_all_is_served_again(tmp
 @pytest.mark.slow
 @pytest.mark.skipif(not ROUNDS, reason="make faults runs this")
 @pytest.mark.parametrize(
-    ("play", "on_machines"), [("cluster.play_conversion", False), ("cluster.play_backup", True)]
+    ("play", "on_machines"),
+    [
+        ("cluster.play_conversion", False),
+        ("cluster.play_backup", True),
+        ("cluster.play_given_up", False),
+        ("cluster.play_reconciled", False),
+    ],
 )
 def test_whatever_is_done_to_a_region_nothing_of_before_is_lost(
     tmp_path: Path, play: str, on_machines: bool

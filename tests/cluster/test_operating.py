@@ -244,6 +244,47 @@ async def test_leaders_that_a_restart_left_uneven_are_told_once_they_stand_until
         await until(are_even)
 
 
+async def test_a_rebalancing_is_ended_at_any_broker_and_what_moves_arrives(region: ClusteredRegion) -> None:
+    names = [f"acme/ops/s{number}" for number in range(12)]
+    async with region.client("b1") as client, region.client("b2") as other:
+        ended = await other.stop_rebalancing()
+        assert not ended.is_asked and not ended.under_way
+
+        async def all_stands() -> bool:
+            state = await client.describe()
+            return not state.moving and all(each.in_sync == each.copies for each in state.brokers)
+
+        await client.drain_broker("b4")
+        for name in names:
+            await client.create_stream(name, replicas=2)
+        await until(all_stands)
+        await client.drain_broker("b4", drain=False)
+        begun = await client.rebalance()
+        assert begun.is_asked and begun.total > 2
+        # Another broker may not have heard of the word yet.
+        ended = await other.stop_rebalancing(since=begun.revision)
+        assert ended.is_asked and ended.total
+
+        async def nothing_moves() -> bool:
+            return not (await client.rebalance(dry_run=True)).under_way
+
+        await until(nothing_moves)
+        told = await client.rebalance(dry_run=True)
+        assert not told.is_asked and told.total, "what had not begun stays where it is"
+        assert not [each for each in (await client.describe()).remarks if "are being moved" in each]
+        await until(all_stands)
+        await asyncio.sleep(1)
+        assert not (await client.rebalance(dry_run=True)).under_way
+        # Asked for again, it goes on.
+        await client.rebalance()
+
+        async def all_is_even() -> bool:
+            moves = await client.rebalance(dry_run=True)
+            return not (moves.total or moves.under_way or moves.is_asked)
+
+        await until(all_is_even)
+
+
 async def test_a_broker_whose_folder_is_lost_gets_a_new_one_and_what_only_it_had_is_recovered_by_name(
     region: ClusteredRegion,
 ) -> None:

@@ -265,6 +265,15 @@ def test_leaders_that_a_rebalancing_would_even_out_are_told_with_the_command() -
         "Leaders are uneven: broker a leads 4 of 5 shards, broker c leads none. `felix region rebalance --region us-east` evens them out, to 2 at one "
         "broker at most."
     ]
+    # Of one copy each, as where one broker had the region alone, they are copied first.
+    alone = view_of(
+        WHOLE,
+        shards={number: shard_record({"a": 5}, leader="a", replicas=("a",), min=1) for number in range(4)},
+    )
+    (told,) = uneven_leaders(
+        alone, {ShardId(STREAM, number): (leader,) for number, leader in enumerate("abca")}, "us-east"
+    )
+    assert told.endswith("to 2 at one broker at most. For that 2 shards are copied first.")
     # What a rebalancing would leave so, as where all are shards of one stream, is not told.
     stays = {ShardId(STREAM, number): tuple(WHOLE) for number in range(5)}
     assert not list(uneven_leaders(view, stays, "us-east"))

@@ -98,8 +98,8 @@ def stage() -> Stage:
 def test_the_copies_that_have_all_lead_in_an_epoch_above_every_one_that_was_seen(stage: Stage) -> None:
     made = planned(stage, {"a": (log(7, 90),), "b": (log(9, 50),), "c": (log(9, 50),)})
     assert isinstance(made, Plan) and not made.losses
-    freeze = reconciliation.freeze(stage.view(), "a")
-    assert freeze is not None and stage.do(freeze) and reconciliation.freeze(stage.view(), "a") is None
+    freeze = reconciliation.freeze(stage.view(), "a", made)
+    assert freeze is not None and stage.do(freeze) and reconciliation.freeze(stage.view(), "a", made) is None
     assert all(stage.do(each) for each in reconciliation.brokers(stage.view(), made))
     assert all(stage.do(each) for each in reconciliation.shards(stage.view(), made))
     assert stage.do(reconciliation.thaw(stage.view()))
@@ -205,6 +205,47 @@ def test_folders_that_were_lost_since_may_have_had_what_was_committed(stage: Sta
         assert made.shards[0].after.unclean
     else:
         assert is_led_by_nobody(made)
+
+
+@pytest.mark.parametrize("stream", [NAME, str(AUDIT_STREAM)])
+def test_a_run_that_was_cut_off_forgets_no_folder_that_was_lost(stage: Stage, stream: str) -> None:
+    """By then the store has the folders that took the place of those that were lost."""
+    stage.place("abc", stream=stream)
+    for name in "bc":
+        stage.files[name] = msgspec.structs.replace(stage.files[name], folder=name * 32)
+    heard: dict[str, tuple[LogTold, ...]] = {"a": (log(9, 3),), "b": (), "c": ()}
+    made = planned(stage, heard, stream=stream)
+    assert isinstance(made, Plan) and "the folder that b had before" in made.losses[0]
+    freeze = reconciliation.freeze(stage.view(), "a", made)
+    assert freeze is not None and stage.do(freeze)
+    assert all(stage.do(each) for each in reconciliation.brokers(stage.view(), made))
+    # Here it is killed, and run again.
+    again = planned(stage, heard, stream=stream)
+    assert isinstance(again, Plan) and again.losses == made.losses
+    assert reconciliation.freeze(stage.view(), "a", again) is None
+    assert all(stage.do(each) for each in reconciliation.shards(stage.view(), again))
+    if stream == NAME:
+        (said,) = stage.view().unclean.values()
+        assert said.epoch == stage.record().unclean and said.given_up == ("b", "c")
+    else:
+        assert is_led_by_nobody(again)
+
+
+def test_an_audit_log_that_lost_folders_is_led_by_nobody_however_often_it_is_reconciled(stage: Stage) -> None:
+    stage.place("abc", stream=str(AUDIT_STREAM))
+    for name in "bc":
+        stage.files[name] = msgspec.structs.replace(stage.files[name], folder=name * 32)
+    heard: dict[str, tuple[LogTold, ...]] = {"a": (log(9, 3),), "b": (), "c": ()}
+    for _ in range(3):
+        made = planned(stage, heard, stream=str(AUDIT_STREAM))
+        assert isinstance(made, Plan) and "The audit log is led by nobody" in made.losses[0]
+        if (freeze := reconciliation.freeze(stage.view(), "a", made)) is not None:
+            assert stage.do(freeze)
+        for step in (reconciliation.brokers, reconciliation.shards):
+            assert all(stage.do(each) for each in step(stage.view(), made))
+        assert stage.do(reconciliation.thaw(stage.view()))
+        record = stage.record()
+        assert not record.members() and not record.leader
 
 
 def begun(*epochs: tuple[int, int], end: int, kept: int = 0) -> LogTold:

@@ -1627,12 +1627,16 @@ class ClusterWorld:
             if any(key.startswith(self.keys.brokers) for key in self.store.entries):
                 self.later(500, reconcile)
             else:
+                # Now and then the command is killed, and run again.
+                if cut := (number >> 4) % 6:
+                    self._reconcile(cut)
                 self._reconcile()
 
         self.later(goes_on_ms, stop)
 
-    def _reconcile(self) -> None:
-        """`felix region reconcile`, with every broker's folder."""
+    def _reconcile(self, writes: int | None = None) -> None:
+        """`felix region reconcile`, with every broker's folder; the run ends without a word after so many `writes`."""
+        allowed = repeat(0) if writes is None else iter(range(writes))
 
         def view() -> ClusterView:
             entries, read = self.store.entries, ClusterView(self.keys)
@@ -1641,6 +1645,8 @@ class ClusterWorld:
 
         def do(made: list[Transaction]) -> None:
             for each in made:
+                if next(allowed, None) is None:
+                    return
                 answer = self.store.transact(each.compares, each.writes)
                 assert isinstance(answer, TransactResult) and answer.succeeded, each
 
@@ -1650,10 +1656,14 @@ class ClusterWorld:
             without=(), election=self.election,
         )  # fmt: skip
         assert not isinstance(plan, Refusal), plan
-        if frozen := reconciliation.freeze(view(), names[0]):
+        if frozen := reconciliation.freeze(view(), names[0], plan):
             do([frozen])
         do(reconciliation.brokers(view(), plan))
         do(reconciliation.shards(view(), plan))
+        if writes is not None:
+            self.note("the command is killed", plan.losses)
+            self.counts["reconciling cut off"] += 1
+            return
         do([reconciliation.thaw(view())])
         self.in_doubt = bool(plan.losses)
         self.note("the region is reconciled", plan.losses)
