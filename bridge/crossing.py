@@ -25,7 +25,7 @@ milliseconds, and one record of 16,384 values some 100.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
@@ -65,6 +65,7 @@ from felix.batch import (
 from felix.errors import Code, RequestError
 from felix.identity import Identity
 from felix.provenance import HOPS_MAX, PATH_HEADER, PathUnion, encode_path, parse_path
+from felix.steps import Steps
 from keys.envelope import SEALABLE_BYTES_MAX, DataKey, open_batch
 from keys.link import LinkSecrets, commitment_secret
 from keys.transfer import TransferKey, TransferScope, seal_envelope
@@ -94,19 +95,6 @@ STEP_BYTES: Final = 2_048
 """Bytes of payloads after which a step ends that applies rules, however few records they are: a value may take two bytes, and ten microseconds."""
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""Work that ends with a result; between two steps others may have their turn."""
-
-
-def finished(steps: Steps[T]) -> T:
-    """What they end with. Raises what they do."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            found: T = ended.value
-            return found
-
 
 SENTENCE_CHARS_MAX: Final = 500
 """Of the first record's reason, in a WITHHELD leaf."""
@@ -286,7 +274,7 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
         held.records.append(record)
 
     crossing: list[Record] = []
-    transform, own_path = route.transform.record, route.own_path
+    transform, own_path = route.transform.steps, route.own_path
     plain_headers: Mapping[str, bytes] = {PATH_HEADER: own_path}
     stepped = 0
     for at, record in enumerate(opened.records, 1):
@@ -304,7 +292,7 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
                 stay(*found, record)
                 continue
             path = found
-        result = transform(record.key, record.headers, record.payload)
+        result = yield from transform(record.key, record.headers, record.payload)
         if isinstance(result, Crossing):
             headers = plain_headers
             if result.headers or path is not own_path:

@@ -15,6 +15,9 @@ holds every record to each term that shows there:
 What it cannot see: whether a digest is that of the right value, whether a value that crosses was in the source's record, and
 filters over what does not cross. The commitments in both logs hold the agent to that.
 
+A record of 30 kB may hold 16,384 values with a rule for each: what is checked of a long one is a generator (`Inspection.steps`), and elements of lists are
+checked some at a time, after all else of the record.
+
 Invariants: the rules are those of policy.transform, so what a sound transform of these terms puts out passes; nothing of a
 record stands in a refusal's sentence. Callers: region (ingest).
 """
@@ -22,14 +25,16 @@ record stands in a refusal's sentence. Callers: region (ingest).
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Never
+from typing import Any, Final, NamedTuple, Never
 
 import msgspec
 
 from felix.batch import KEY_BYTES_MAX, Buffer, decode_header_pairs
 from felix.errors import Code
 from felix.provenance import PATH_HEADER, parse_path
+from felix.steps import Steps, finished
 from policy.fieldpath import EACH, FieldPath
 from policy.grant import GrantError
 from policy.predicate import compile_predicate, parse_predicate, paths
@@ -39,6 +44,8 @@ from policy.transform import (
     DIGEST_BYTES_DEFAULT,
     MASK,
     RECORD_BYTES_MAX,
+    STEP_BYTES,
+    STEP_RULES,
     TRACE_HEADER,
     TRACEPARENT,
     VALUES_MAX,
@@ -63,7 +70,42 @@ _HEADERS_KNOWN_BYTES_MAX: Final = 512
 
 _encode: Final = msgspec.json.Encoder().encode
 
-Check = Callable[[Any], None]
+
+class _Elements(NamedTuple):
+    """Elements of a list that are still to be checked."""
+
+    left: list[Any]
+    check: Check
+    rules: int
+    """that are asked for each, lists below it left out; at least 1"""
+
+
+Later = deque[_Elements]
+"""Lists of one record whose elements are still to be checked. Whoever checks a value puts those below it here."""
+Check = Callable[[Any, Later], None]
+
+
+class _Compiled(NamedTuple):
+    """What is asked of a value that has rules below it."""
+
+    check: Check
+    rules: int
+
+
+def _check_elements(later: Later) -> Steps[None]:
+    """Check what is left, and what that leaves. Raises OutsideTermsError."""
+    room = STEP_RULES
+    while later:
+        left, check, rules = later.popleft()
+        at_once = max(1, STEP_RULES // rules)
+        for at in range(0, len(left), at_once):
+            some = left[at : at + at_once]
+            for part in some:
+                check(part, later)
+            room -= len(some) * rules
+            if room <= 0:
+                room = STEP_RULES
+                yield
 
 
 class OutsideTermsError(GrantError):
@@ -104,7 +146,8 @@ class Inspection:
         )
         self._known: dict[bytes, tuple[str, ...]] = {}
         self._key = _KEY_CHECKS[spec.key]
-        self._checks = _object_check(rule_tree(spec), not spec.is_allowlist, "") if spec.fields else None
+        rules = rule_tree(spec)
+        self._checks = _object_check(rules, not spec.is_allowlist, "").check if spec.fields else None
         self._test = None
         if spec.filter:
             predicate = parse_predicate(spec.filter)
@@ -118,8 +161,12 @@ class Inspection:
         )
 
     def record(self, key: Buffer, headers: Buffer, payload: Buffer) -> tuple[str, ...]:
-        """Check one record as it stands in a batch; no key and no headers are empty. Returns the regions that it has been in, the source
-        last. Raises RequestError."""
+        """As `steps`, all at once."""
+        return finished(self.steps(key, headers, payload))
+
+    def steps(self, key: Buffer, headers: Buffer, payload: Buffer) -> Steps[tuple[str, ...]]:
+        """Check one record as it stands in a batch, with steps of some milliseconds; no key and no headers are empty. Returns the regions that it has been in, the
+        source last. Raises RequestError."""
         raw = bytes(headers)
         path = self._known.get(raw)
         if path is None:
@@ -129,7 +176,7 @@ class Inspection:
         if key:
             self._key(key)
         if self._json:
-            self._check_payload(key, payload)
+            yield from self._check_payload(key, payload)
         return path
 
     # Headers
@@ -168,7 +215,7 @@ class Inspection:
 
     # Payload
 
-    def _check_payload(self, key: Buffer, payload: Buffer) -> None:
+    def _check_payload(self, key: Buffer, payload: Buffer) -> Steps[None]:
         if not len(payload):
             if not key or not self._tombstones:
                 _refuse("Its payload is empty, and the terms let no tombstone cross.")
@@ -176,10 +223,15 @@ class Inspection:
         data = bytes(payload)
         if len(data) > RECORD_BYTES_MAX:
             _refuse(f"Its payload has {len(data)} bytes; {RECORD_BYTES_MAX} may cross.")
+        is_long = len(data) > STEP_BYTES
         if has_too_many_values(data):
             _refuse(f"Its payload has more than {VALUES_MAX} values.")
+        if is_long:
+            yield
         try:
             record = decode_json(data)
+            if is_long:
+                yield
             again = _encode(record)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
             _refuse("Its payload is not JSON, as the terms say.")
@@ -190,8 +242,13 @@ class Inspection:
             _refuse("Its payload is not written as the transform writes it.")
         if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):
             _refuse(f"Its payload is nested deeper than {DEPTH_MAX} levels.")
+        if is_long:
+            yield
         if self._checks is not None:
-            self._checks(record)
+            later = Later()
+            self._checks(record, later)
+            if later:
+                yield from _check_elements(later)
         if self._test is not None and self._test(record) is not True:
             _refuse("The filter does not let it cross.")
 
@@ -234,12 +291,13 @@ _KEY_CHECKS: Final[dict[KeyRule, Callable[[Buffer], None]]] = {
 # Fields: the shapes that policy.transform leaves behind, rule by rule
 
 
-def _object_check(tree: RuleTree, kept: bool, where: str) -> Check:
+def _object_check(tree: RuleTree, kept: bool, where: str) -> _Compiled:
     absent: list[tuple[str, str]] = []
     demanded: list[tuple[str, str]] = []
     inner: list[tuple[str, Check]] = []
     containers: list[tuple[str, str, Check, bool]] = []
     named: set[str] = set()
+    rules = 1
     for name, node in tree.members.items():
         field = str(FieldPath((name,))) if not where else f"{where}.{FieldPath((name,))}"
         below = kept or (node.rule is not None and node.rule.do is Action.KEEP)
@@ -249,7 +307,9 @@ def _object_check(tree: RuleTree, kept: bool, where: str) -> Check:
         if node.rule is not None and node.rule.do is Action.DROP:
             absent.append((name, field))
         elif node.children:
-            containers.append((name, field, _container_check(node, below, field), node.strict()))
+            found = _container_check(node, below, field)
+            rules += found.rules
+            containers.append((name, field, found.check, node.strict()))
         elif node.rule is not None and node.rule.do is not Action.KEEP:
             inner.append((name, _leaf_check(node.rule)))
             if node.rule.missing is Missing.WITHHOLD:
@@ -257,7 +317,7 @@ def _object_check(tree: RuleTree, kept: bool, where: str) -> Check:
         elif node.strict():
             demanded.append((name, field))
 
-    def check(value: Any) -> None:
+    def check(value: Any, later: Later) -> None:
         if not isinstance(value, dict):
             _refuse(f"{where or 'Its payload'} is not an object.")
         if not kept and not named.issuperset(value):
@@ -271,39 +331,38 @@ def _object_check(tree: RuleTree, kept: bool, where: str) -> Check:
         for name, field, below, strict in containers:
             part = value.get(name)
             if part is not None:
-                below(part)
+                below(part, later)
             elif strict:
                 _refuse(f"The field {field} is missing, and the terms demand what is in it.")
         for name, leaf in inner:
             if name in value:
-                leaf(value[name])
+                leaf(value[name], later)
 
-    return check
+    return _Compiled(check, rules + len(absent) + len(demanded) + len(inner) + len(containers))
 
 
-def _container_check(tree: RuleTree, kept: bool, where: str) -> Check:
+def _container_check(tree: RuleTree, kept: bool, where: str) -> _Compiled:
     """Of a value that has rules below it: an object, or every element of a list."""
     if tree.each is None:
         return _object_check(tree, kept, where)
     node, field = tree.each, f"{where}{EACH}"
     drops = node.rule is not None and node.rule.do is Action.DROP
     below = kept or (node.rule is not None and node.rule.do is Action.KEEP)
-    part: Check | None = None
+    part: _Compiled | None = None
     if node.children:
         part = _container_check(node, below, field)
     elif node.rule is not None and node.rule.do not in (Action.DROP, Action.KEEP):
-        part = _leaf_check(node.rule)
+        part = _Compiled(_leaf_check(node.rule), 1)
 
-    def check(value: Any) -> None:
+    def check(value: Any, later: Later) -> None:
         if not isinstance(value, list):
             _refuse(f"The field {where} is not a list.")
         if drops and value:
             _refuse(f"The field {where} has elements, and the terms drop them.")
-        if part is not None:
-            for each in value:
-                part(each)
+        if part is not None and value:
+            later.append(_Elements(value, *part))
 
-    return check
+    return _Compiled(check, 1)
 
 
 def _leaf_check(rule: FieldRule) -> Check:
@@ -311,7 +370,7 @@ def _leaf_check(rule: FieldRule) -> Check:
     if rule.do is Action.MASK:
         whole = len(MASK) + rule.last
 
-        def masked(value: Any) -> None:
+        def masked(value: Any, later: Later) -> None:
             if value != MASK and not (
                 rule.last and isinstance(value, str) and value.startswith(MASK) and len(value) == whole
             ):
@@ -325,7 +384,7 @@ def _leaf_check(rule: FieldRule) -> Check:
     )
     matches = re.compile(shape, re.ASCII).fullmatch
 
-    def digest(value: Any) -> None:
+    def digest(value: Any, later: Later) -> None:
         if value is not None and (not isinstance(value, str) or matches(value) is None):
             _refuse(f"The field {field} is not a digest, as the terms say.")
 

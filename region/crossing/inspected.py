@@ -86,10 +86,10 @@ def inspect(
     stepped = 0
     union = PathUnion()
     entries = iter_packed(offsets, batch.header.append_time_ms, columns, committer)
-    check = inspection.record
+    check = inspection.steps
     for at, (offset, (record_key, headers, payload)) in enumerate(zip(offsets, columns.rows(), strict=True)):
         try:
-            union.add(check(record_key, headers, payload))
+            union.add((yield from check(record_key, headers, payload)))
         except RequestError as error:
             raise _at(error, offset) from None
         size += len(record_key) + len(headers) + len(payload)
