@@ -15,11 +15,10 @@ from bridge.plan import STEP_ROWS, Plan, PlannedLink, Verdict
 from felix.messages import ShardState, StreamState
 from felix.names import SpiffeId
 from felix.settings import Durability, Retention
-from policy.grant import ExportGrant
 
 BRIDGE = SpiffeId.parse("spiffe://us-east.acme/bridge/us-to-eu")
 GRANT = "g-aaaaaaaaaaaaaaaa"
-EXPORT: Any = object.__new__(ExportGrant)
+EXPORT: Any = object()
 
 
 def name(number: int) -> str:
