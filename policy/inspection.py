@@ -42,8 +42,11 @@ from policy.terms import GrantTerms
 from policy.transform import (
     DEPTH_MAX,
     DIGEST_BYTES_DEFAULT,
+    LONG_DIGITS_MAX,
+    LONG_NUMBER,
     MASK,
     RECORD_BYTES_MAX,
+    SHORT_LIST,
     STEP_BYTES,
     STEP_RULES,
     TRACE_HEADER,
@@ -60,6 +63,7 @@ from policy.transform import (
     decode_json,
     deeper_than,
     effective_rule,
+    has_too_long_numbers,
     has_too_many_values,
     rule_tree,
 )
@@ -226,6 +230,10 @@ class Inspection:
         is_long = len(data) > STEP_BYTES
         if has_too_many_values(data):
             _refuse(f"Its payload has more than {VALUES_MAX} values.")
+        if is_long and has_too_long_numbers(data):
+            _refuse(
+                f"Its payload has more than {LONG_DIGITS_MAX} digits in numbers of {LONG_NUMBER} and more."
+            )
         if is_long:
             yield
         try:
@@ -359,10 +367,15 @@ def _container_check(tree: RuleTree, kept: bool, where: str) -> _Compiled:
             _refuse(f"The field {where} is not a list.")
         if drops and value:
             _refuse(f"The field {where} has elements, and the terms drop them.")
-        if part is not None and value:
+        if part is None:
+            return
+        if len(value) * part.rules <= SHORT_LIST:
+            for each in value:
+                part.check(each, later)
+        else:
             later.append(_Elements(value, *part))
 
-    return _Compiled(check, 1)
+    return _Compiled(check, SHORT_LIST)
 
 
 def _leaf_check(rule: FieldRule) -> Check:

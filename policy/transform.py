@@ -47,9 +47,15 @@ VALUES_MAX: Final = 16_384
 """Commas and opening brackets of a record, outside of its texts: the number of values that it may have. More would block code
 that checks them one by one; records come from outside, and an event loop waits.
 """
+LONG_DIGITS_MAX: Final = 65_536
+"""Digits of a record in whole numbers of LONG_NUMBER digits and more: reading and writing one takes time by the square of its length, and 260 of 4,000 digits half of a tenth of a second."""
+LONG_NUMBER: Final = 400
+"""Digits of a long number: one of the greatest numbers that most readers take (IEEE 754, binary64) has 309."""
 RULES_MAX: Final = 256
 STEP_RULES: Final = 256
 """How often rules are applied in one step: a millisecond or two."""
+SHORT_LIST: Final = 4
+"""Rules that are applied to a list's elements at once, rather than later: most lists are short."""
 STEP_BYTES: Final = 32 << 10
 """Bytes of a record above which it is decoded, checked, changed and encoded in a step each: a MiB takes some milliseconds for each of them."""
 KEY_BYTES_MIN: Final = 32
@@ -440,7 +446,7 @@ class _Compiled(NamedTuple):
 
     change: Change
     rules: int
-    """that it applies at once: those of elements of lists come later"""
+    """that it applies at once, at most: those of elements of lists that are longer than SHORT_LIST come later"""
 
 
 def _compile_object(tree: RuleTree, kept: bool, macs: Mapping[Action, _Hmac], where: str) -> _Compiled:
@@ -504,11 +510,13 @@ def _compile_inner(tree: RuleTree, kept: bool, macs: Mapping[Action, _Hmac], whe
             return []
         if each is None or not value:
             return value
+        if len(value) * each.rules <= SHORT_LIST:
+            return [each.change(part, later) for part in value]
         done = list[Any]()
         later.append(_Elements(done, value, *each))
         return done
 
-    return _Compiled(run, 1)
+    return _Compiled(run, SHORT_LIST)
 
 
 def _as_is(value: Any) -> Any:
@@ -562,12 +570,31 @@ def has_too_many_values(data: bytes) -> bool:
     brackets = data.count(b"[") + data.count(b"{")
     if brackets + data.count(b",") <= VALUES_MAX:
         return False
+    outside = _outside(data)
+    return outside is None or outside.count(b",") + outside.count(b"[") + outside.count(b"{") > VALUES_MAX
+
+
+def _outside(data: bytes) -> bytes | None:
+    """A JSON text without its texts; None where those are more than VALUES_MAX values have."""
     texts = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Of names and values, a comma or a bracket has one each before it.
     if texts.count(b'"') > 4 * VALUES_MAX + 1:
+        return None
+    return b" ".join(texts.split(b'"')[::2])
+
+
+_DIGITS: Final = bytes(ord("0") if chr(each).isdigit() and each < 128 else ord(" ") for each in range(256))
+
+
+def has_too_long_numbers(data: bytes) -> bool:
+    """Whether a JSON text has more than LONG_DIGITS_MAX digits in long numbers, found before it is decoded."""
+    if len(data) <= LONG_DIGITS_MAX or b"0" * LONG_NUMBER not in data.translate(_DIGITS):
+        return False
+    outside = _outside(data)
+    if outside is None:
         return True
-    outside = b"".join(texts.split(b'"')[::2])
-    return outside.count(b",") + outside.count(b"[") + outside.count(b"{") > VALUES_MAX
+    numbers = outside.translate(_DIGITS).split()
+    return sum(len(each) for each in numbers if len(each) >= LONG_NUMBER) > LONG_DIGITS_MAX
 
 
 def _colons(data: bytes) -> int:
@@ -601,6 +628,10 @@ def _read(payload: Buffer) -> Steps[dict[str, Any]]:
     is_long = len(data) > STEP_BYTES
     if has_too_many_values(data):
         raise _Refuse(f"the record has more than {VALUES_MAX} values.")
+    if is_long and has_too_long_numbers(data):
+        raise _Refuse(
+            f"the record has more than {LONG_DIGITS_MAX} digits in numbers of {LONG_NUMBER} and more."
+        )
     if is_long:
         yield
     try:

@@ -26,7 +26,6 @@ from bridge.crossing import (
     Route,
     SealedRange,
     compile_terms,
-    finished,
     open_sealed,
     range_entries,
     range_leaves,
@@ -57,6 +56,7 @@ from felix.errors import Code, TamperError
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.provenance import PATH_HEADER, UNION_REGIONS_MAX
+from felix.steps import finished
 from keys.authority import create_authority
 from keys.envelope import SEALABLE_BYTES_MAX, BatchSealer, DataKey
 from keys.key_id import KeyKind, new_key_id
