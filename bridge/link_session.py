@@ -487,7 +487,7 @@ class LinkSession:
                 sealed.records,
                 sealed.envelope,
                 sealed.envelope_sha256,
-                hashlib.sha256(packed.crossing).digest(),
+                packed.entries_sha256,
                 sealed.path,
                 todo is Todo.RESEND,
             )

@@ -34,7 +34,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, repeat
 from operator import gt
 from typing import Final, NamedTuple
 
@@ -43,6 +43,7 @@ import xxhash
 import zstandard
 
 from felix.errors import Code, RequestError
+from felix.steps import Steps, finished
 
 HEADER_BYTES: Final = 96
 BATCH_BYTES_MAX: Final = 1 << 20
@@ -64,6 +65,8 @@ BRIDGED_EPOCH: Final = (1 << 32) - 1
 MESSAGE_ID_BYTES_MAX: Final = 64
 """A UUID as text has 36, a SHA-256 in hex 64."""
 
+STEP_PARTS: Final = 8_192
+"""Entries of a batch that are joined in one step: some milliseconds, since most are views."""
 COMPRESS_LEVEL_MAX: Final = 19
 """The levels of zstd above take memory that a consumer would have to find, too."""
 
@@ -379,6 +382,28 @@ def batch_of(
     compress: int = 0,
 ) -> Batch:
     """A batch of records that are encoded already. Errors and `compress` as `encode_batch`."""
+    return finished(
+        batch_steps(
+            parts,
+            shard=shard,
+            producer_id=producer_id,
+            producer_epoch=producer_epoch,
+            base_sequence=base_sequence,
+            compress=compress,
+        )
+    )
+
+
+def batch_steps(
+    parts: Parts,
+    *,
+    shard: int = 0,
+    producer_id: int = 0,
+    producer_epoch: int = 0,
+    base_sequence: int = 0,
+    compress: int = 0,
+) -> Steps[Batch]:
+    """As `batch_of`, in steps of some milliseconds."""
     payloads, keys, headers = parts.payloads, parts.keys, parts.headers
     count = len(payloads)
     _check_count(count)
@@ -392,23 +417,37 @@ def batch_of(
             code=Code.BATCH_TOO_LARGE,
         )
     columns = [struct.pack(column, *ends)]
-    blobs: list[Buffer] = []
+    blobs: list[Sequence[Buffer]] = []
+    plain_length = 4 * count + ends[-1]
     if keys is not None:
         flags |= FLAG_KEYED
-        columns.append(struct.pack(column, *accumulate(map(len, keys))))
-        blobs += keys
+        ends = list(accumulate(map(len, keys)))
+        columns.append(struct.pack(column, *ends))
+        blobs.append(keys)
+        plain_length += 4 * count + ends[-1]
     if headers is not None:
-        if sum(map(len, headers)) > PLAIN_BYTES_MAX:
+        ends = list(accumulate(map(len, headers)))
+        if ends[-1] > PLAIN_BYTES_MAX:
             raise RequestError("The headers of one batch are too large.", code=Code.BATCH_TOO_LARGE)
         flags |= FLAG_HEADERS
-        columns.append(struct.pack(column, *accumulate(map(len, headers))))
-        blobs += headers
-    body = b"".join((*columns, *blobs, *payloads))
-    plain_length = len(body)
+        columns.append(struct.pack(column, *ends))
+        blobs.append(headers)
+        plain_length += 4 * count + ends[-1]
     if plain_length > PLAIN_BYTES_MAX:
         raise RequestError(
             f"A batch of {plain_length} bytes; {PLAIN_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE
         )
+    blobs.append(payloads)
+    if count <= STEP_PARTS:
+        body = b"".join(chain(columns, *blobs))
+    else:
+        for blob in blobs:
+            for at in range(0, count, STEP_PARTS):
+                yield
+                columns.append(b"".join(blob[at : at + STEP_PARTS]))
+        body = b"".join(columns)
+        yield
+    assert len(body) == plain_length
     if compress:
         squeezed = zstandard.ZstdCompressor(level=compress).compress(body)
         if len(squeezed) < plain_length:

@@ -14,7 +14,7 @@ from departures import DAY, terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from audit.leaf import Kind, Leaf, encode_leaf, iter_entries, pack_entries
+from audit.leaf import Kind, Leaf, decode_leaf, encode_leaf, iter_entries, pack_entries
 from bridge.budget import rate_limit
 from bridge.crossing import (
     FILTERED,
@@ -78,7 +78,8 @@ APPENDED_MS = NOW - 5_000
 
 
 def leaves_of(sealed: SealedRange, route: Route) -> list[Leaf]:
-    return range_leaves(sealed, finished(range_entries(sealed, route)), route, NOW)
+    packed = finished(range_entries(sealed, route))
+    return [decode_leaf(each.data) for each in range_leaves(sealed, packed, route, NOW)]
 
 
 def export_of(wanted: GrantTerms) -> ExportGrant:
