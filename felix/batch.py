@@ -419,12 +419,17 @@ def batch_steps(
     columns = [struct.pack(column, *ends)]
     blobs: list[Sequence[Buffer]] = []
     plain_length = 4 * count + ends[-1]
+    is_long = count > STEP_PARTS
+    if is_long:
+        yield
     if keys is not None:
         flags |= FLAG_KEYED
         ends = list(accumulate(map(len, keys)))
         columns.append(struct.pack(column, *ends))
         blobs.append(keys)
         plain_length += 4 * count + ends[-1]
+        if is_long:
+            yield
     if headers is not None:
         ends = list(accumulate(map(len, headers)))
         if ends[-1] > PLAIN_BYTES_MAX:
@@ -438,7 +443,7 @@ def batch_steps(
             f"A batch of {plain_length} bytes; {PLAIN_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE
         )
     blobs.append(payloads)
-    if count <= STEP_PARTS:
+    if not is_long:
         body = b"".join(chain(columns, *blobs))
     else:
         for blob in blobs:
