@@ -44,7 +44,7 @@ from bridge.link import LinkPhase
 from bridge.link_context import LinkContext, LinkStats
 from bridge.link_table import LinkTable
 from bridge.pins import Pins, list_pins
-from bridge.plan import Known, Plan, PlannedLink, Planner, Verdict, hold_back
+from bridge.plan import Known, Plan, PlannedLink, Planner, hold_back
 from bridge.receipted import Receipted
 from bridge.region_log import Askings, check_region_log, cosign_region_log
 from bridge.source_streams import describe_each, list_known
@@ -731,11 +731,7 @@ class Agent:
         """Links that the book does not let run any more hear of it before anything of it is written or asked: a pause holds for them from
         its leaf on, however many documents stand behind it."""
         destinations, now = [each.region for each in self.config.destinations], self._clock_ms()
-        for worker in self._links.workers:
-            if worker.row.verdict is Verdict.RUN:
-                row = hold_back(self._book, self.context.bridge, destinations, worker.row, now)
-                if row is not None:
-                    worker.take_plan(row)
+        self._links.hold_back(lambda row: hold_back(self._book, self.context.bridge, destinations, row, now))
 
     async def _look_at_shards(self) -> None:
         """How far the streams go of which links run under a pattern: each that is named by a grant is described for the plan."""

@@ -7,7 +7,7 @@ what takes a while is done a part at a time, with the loop's other work in betwe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from bridge.endpoint import RegionEndpoint
@@ -33,7 +33,7 @@ class LinkTable:
         self._context, self._endpoints = context, endpoints
         self._told: dict[Place, tuple[PlannedLink, ...]] = {}
         self._unsettled: set[Place] = set()
-        """where a worker has to end before the next one begins"""
+        """where a worker has to end before the next one begins, or was told something besides the plan"""
         self._workers: dict[Key, tuple[LinkWorker, asyncio.Task[None]]] = {}
         self._leaving: set[Key] = set()
         self._streams: Mapping[str, StreamState] = {}
@@ -113,6 +113,14 @@ class LinkTable:
             if held is not None:
                 held[0].leave()
                 self._leaving.add(_key(row))
+
+    def hold_back(self, judge: Callable[[PlannedLink], PlannedLink | None]) -> None:
+        """Links that ran and are not to run any more hear of it before the next plan. `judge`: the row as it is now, of one that does not run any more."""
+        for worker in self.workers:
+            if worker.row.verdict is Verdict.RUN and (row := judge(worker.row)) is not None:
+                worker.take_plan(row)
+                # The next plan is told, even if it says what the one before did.
+                self._unsettled.add((row.grant, row.stream))
 
     def hear(self, state: StreamState) -> None:
         """What the source says of a stream's shards."""

@@ -121,6 +121,8 @@ INGEST_WINDOW_BYTES: Final = 8 << 20
 
 STEP_S: Final = 0.005
 """How long a foreign envelope may hold the event loop before other work runs."""
+STEP_OFFSETS: Final = 8_192
+"""Offsets that are looked for, after a resend, before other work runs: a millisecond."""
 STANDBY_S: Final = 10.0
 """How long a bridge that carries a shard may bring nothing new, while another one asks and its source has more, before that one takes over."""
 SETTLED_S: Final = 10.0
@@ -603,8 +605,8 @@ class IngestStream:
         )
         if found is None:
             return
-        if header.base_offset < self._before.next:
-            self._check_new(found.offsets)
+        if header.base_offset < self._before.next and not await self._check_new(found.offsets):
+            return
         charge = found.size_bytes or EMPTY_RANGE_BYTES
         if not await self._turn(charge if again is None else 0):
             return
@@ -664,14 +666,20 @@ class IngestStream:
             as_it_is=True,
         )
 
-    def _check_new(self, offsets: Sequence[int]) -> None:
-        """Raises RequestError(CONFLICT) for a record that crossed before a resend."""
-        twice = next((offset for offset in offsets if offset in self._before), None)
-        if twice is not None:
-            raise RequestError(
-                f"The record at source offset {twice} crossed before; a resend is for those that stayed.",
-                code=Code.CONFLICT,
-            )
+    async def _check_new(self, offsets: Sequence[int]) -> bool:
+        """Raises RequestError(CONFLICT) for a record that crossed before a resend. False where the stream ended meanwhile."""
+        for at in range(0, len(offsets), STEP_OFFSETS):
+            some = offsets[at : at + STEP_OFFSETS]
+            twice = next((offset for offset in some if offset in self._before), None)
+            if twice is not None:
+                raise RequestError(
+                    f"The record at source offset {twice} crossed before; a resend is for those that stayed.",
+                    code=Code.CONFLICT,
+                )
+            await asyncio.sleep(0)
+            if not self._takes_more():
+                return False
+        return True
 
     async def _stepped(self, steps: Steps) -> Inspected | None:
         """Run the steps; other work runs in between. None if the stream ended meanwhile."""

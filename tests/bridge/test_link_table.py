@@ -149,6 +149,20 @@ async def test_a_link_that_is_back_while_it_ends_begins_in_a_later_round(table: 
     await ended(table)
 
 
+async def test_a_link_that_was_held_back_hears_of_the_next_plan_though_it_says_what_the_one_before_did(
+    table: LinkTable,
+) -> None:
+    """A pause was taken back before a plan was made of it."""
+    plan = planned(shards(name(1), 1, 1))
+    await table.tell(plan, {})
+    table.hold_back(lambda row: row._replace(verdict=Verdict.PAUSE, reason="It is paused."))
+    assert [worker.row.verdict for worker in table.workers] == [Verdict.PAUSE]
+    await table.tell(plan, {})
+    assert [worker.row.verdict for worker in table.workers] == [Verdict.RUN]
+    table.hold_back(lambda row: None)
+    await ended(table)
+
+
 async def test_others_have_their_turn_while_a_plan_is_told(table: LinkTable) -> None:
     turns = 0
 
