@@ -25,7 +25,7 @@ milliseconds, within a record of many values, too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
@@ -57,6 +57,7 @@ from felix.batch import (
     Batch,
     BatchHeader,
     Buffer,
+    Columns,
     NewRecord,
     Parts,
     Record,
@@ -518,14 +519,24 @@ def _withheld_entries(opened: OpenedBatch, records: list[Record], committer: Com
             yield
         return b"".join(made)
     offsets = [record.offset for record in records]
-    rows = decode_columns(opened.plain).rows()
+    columns = decode_columns(opened.plain)
     yield
-    wanted, base = set(offsets), opened.header.base_offset
-    stand = yield from _listed(row for at, row in enumerate(rows, base) if at in wanted)
-    payloads, keys, headers = ([row[at] for row in stand] for at in (2, 0, 1))
+    chosen = _Chosen(columns, opened.header.base_offset, frozenset(offsets))
     yield
-    packed = iter_packed(offsets, opened.header.append_time_ms, Parts(payloads, keys, headers), committer)
+    packed = iter_packed(offsets, opened.header.append_time_ms, chosen, committer)
     return b"".join((yield from _listed(packed)))
+
+
+class _Chosen(NamedTuple):
+    """Of a batch the records at these offsets, one after the other: nothing is made of them all."""
+
+    columns: Columns
+    base: int
+    offsets: frozenset[int]
+
+    def rows(self) -> Iterator[tuple[Buffer, Buffer, Buffer]]:
+        rows = enumerate(self.columns.rows(), self.base)
+        return (row for offset, row in rows if offset in self.offsets)
 
 
 def seal_nothing(route: Route, first_offset: int, last_offset: int) -> tuple[bytes, bytes]:

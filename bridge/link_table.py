@@ -33,7 +33,7 @@ class LinkTable:
         self._context, self._endpoints = context, endpoints
         self._told: dict[Place, tuple[PlannedLink, ...]] = {}
         self._unsettled: set[Place] = set()
-        """where a worker has to end before the next one begins, or was told something besides the plan"""
+        """where a worker has to end before the next one begins"""
         self._workers: dict[Key, tuple[LinkWorker, asyncio.Task[None]]] = {}
         self._leaving: set[Key] = set()
         self._streams: Mapping[str, StreamState] = {}
@@ -85,7 +85,12 @@ class LinkTable:
             if done >= STEP_ROWS:
                 done = 0
                 await asyncio.sleep(0)
-        for (_, stream, shard), (worker, _) in self._workers.items():
+        for (grant, stream, shard), (worker, _) in self._workers.items():
+            # It may have been told something besides the plan.
+            rows = plan.get((grant, stream), ())
+            row = rows[shard] if shard < len(rows) else None
+            if row is not None and row.shard == shard and worker.row is not row and not worker.is_leaving:
+                worker.take_plan(row)
             self._hear(worker, streams.get(stream), shard)
 
     def _take(self, place: Place, rows: tuple[PlannedLink, ...], before: tuple[PlannedLink, ...]) -> None:
@@ -104,8 +109,6 @@ class LinkTable:
             elif held is not None and held[0].is_leaving:
                 # Back again while it ends: a new one takes over in the next round.
                 self._unsettled.add(place)
-            elif held is not None:
-                held[0].take_plan(row)
 
     def _leave(self, rows: tuple[PlannedLink, ...]) -> None:
         for row in rows:
@@ -119,8 +122,6 @@ class LinkTable:
         for worker in self.workers:
             if worker.row.verdict is Verdict.RUN and (row := judge(worker.row)) is not None:
                 worker.take_plan(row)
-                # The next plan is told, even if it says what the one before did.
-                self._unsettled.add((row.grant, row.stream))
 
     def hear(self, state: StreamState) -> None:
         """What the source says of a stream's shards."""
