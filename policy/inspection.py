@@ -179,8 +179,17 @@ class Inspection:
                 self._known[raw] = path
         if key:
             self._key(key)
-        if self._json:
-            yield from self._check_payload(key, payload)
+        if self._json and not len(payload):
+            self._check_tombstone(key)
+        elif self._json:
+            record = (yield from _read_long(payload)) if len(payload) > STEP_BYTES else _read(payload)
+            if self._checks is not None:
+                later = Later()
+                self._checks(record, later)
+                if later:
+                    yield from _check_elements(later)
+            if self._test is not None and self._test(record) is not True:
+                _refuse("The filter does not let it cross.")
         return path
 
     # Headers
@@ -219,46 +228,64 @@ class Inspection:
 
     # Payload
 
-    def _check_payload(self, key: Buffer, payload: Buffer) -> Steps[None]:
-        if not len(payload):
-            if not key or not self._tombstones:
-                _refuse("Its payload is empty, and the terms let no tombstone cross.")
-            return
-        data = bytes(payload)
-        if len(data) > RECORD_BYTES_MAX:
-            _refuse(f"Its payload has {len(data)} bytes; {RECORD_BYTES_MAX} may cross.")
-        is_long = len(data) > STEP_BYTES
-        if has_too_many_values(data):
-            _refuse(f"Its payload has more than {VALUES_MAX} values.")
-        if is_long and has_too_long_numbers(data):
-            _refuse(
-                f"Its payload has more than {LONG_DIGITS_MAX} digits in numbers of {LONG_NUMBER} and more."
-            )
-        if is_long:
-            yield
-        try:
-            record = decode_json(data)
-            if is_long:
-                yield
-            again = _encode(record)
-        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
-            _refuse("Its payload is not JSON, as the terms say.")
-        if not isinstance(record, dict):
-            _refuse("Its payload is not a JSON object.")
-        # A text that equals its decoded values written again has no duplicate name, and no other byte.
-        if again != data:
-            _refuse("Its payload is not written as the transform writes it.")
-        if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):
-            _refuse(f"Its payload is nested deeper than {DEPTH_MAX} levels.")
-        if is_long:
-            yield
-        if self._checks is not None:
-            later = Later()
-            self._checks(record, later)
-            if later:
-                yield from _check_elements(later)
-        if self._test is not None and self._test(record) is not True:
-            _refuse("The filter does not let it cross.")
+    def _check_tombstone(self, key: Buffer) -> None:
+        if not key or not self._tombstones:
+            _refuse("Its payload is empty, and the terms let no tombstone cross.")
+
+
+# Payloads
+
+
+def _read(payload: Buffer) -> dict[str, Any]:
+    data = bytes(payload)
+    if len(data) > VALUES_MAX:
+        _check_text(data)
+    record = _decode(data)
+    _check_written(record, data)
+    return record
+
+
+def _read_long(payload: Buffer) -> Steps[dict[str, Any]]:
+    """As `_read`, in steps."""
+    data = bytes(payload)
+    _check_text(data)
+    yield
+    record = _decode(data)
+    yield
+    _check_written(record, data)
+    yield
+    return record
+
+
+def _check_text(data: bytes) -> None:
+    if len(data) > RECORD_BYTES_MAX:
+        _refuse(f"Its payload has {len(data)} bytes; {RECORD_BYTES_MAX} may cross.")
+    if has_too_many_values(data):
+        _refuse(f"Its payload has more than {VALUES_MAX} values.")
+    if has_too_long_numbers(data):
+        _refuse(f"Its payload has more than {LONG_DIGITS_MAX} digits in numbers of {LONG_NUMBER} and more.")
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    try:
+        record = decode_json(data)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        _refuse("Its payload is not JSON, as the terms say.")
+    if not isinstance(record, dict):
+        _refuse("Its payload is not a JSON object.")
+    return record
+
+
+def _check_written(record: dict[str, Any], data: bytes) -> None:
+    try:
+        again = _encode(record)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        _refuse("Its payload is not JSON, as the terms say.")
+    # A text that equals its decoded values written again has no duplicate name, and no other byte.
+    if again != data:
+        _refuse("Its payload is not written as the transform writes it.")
+    if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):
+        _refuse(f"Its payload is nested deeper than {DEPTH_MAX} levels.")
 
 
 # Keys

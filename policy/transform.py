@@ -620,20 +620,41 @@ decode_json: Final = msgspec.json.Decoder(float_hook=_number).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def _read(payload: Buffer) -> Steps[dict[str, Any]]:
+def _read(payload: Buffer) -> dict[str, Any]:
     """The record as decoded JSON. Raises _Refuse with the reason."""
     data = bytes(payload)
+    if len(data) > VALUES_MAX:
+        # A shorter one has not as many of anything.
+        _check_text(data)
+    record = _decode(data)
+    _check_members(record, data)
+    return record
+
+
+def _read_long(payload: Buffer) -> Steps[dict[str, Any]]:
+    """As `_read`, of a long record."""
+    data = bytes(payload)
+    _check_text(data)
+    yield
+    record = _decode(data)
+    yield
+    _check_members(record, data)
+    yield
+    return record
+
+
+def _check_text(data: bytes) -> None:
     if len(data) > RECORD_BYTES_MAX:
         raise _Refuse(f"the record is {len(data)} bytes; {RECORD_BYTES_MAX} are allowed.")
-    is_long = len(data) > STEP_BYTES
     if has_too_many_values(data):
         raise _Refuse(f"the record has more than {VALUES_MAX} values.")
-    if is_long and has_too_long_numbers(data):
+    if has_too_long_numbers(data):
         raise _Refuse(
             f"the record has more than {LONG_DIGITS_MAX} digits in numbers of {LONG_NUMBER} and more."
         )
-    if is_long:
-        yield
+
+
+def _decode(data: bytes) -> dict[str, Any]:
     try:
         record = decode_json(data)
     except RecursionError:
@@ -642,8 +663,10 @@ def _read(payload: Buffer) -> Steps[dict[str, Any]]:
         raise _Refuse("the record is not valid JSON.") from None
     if not isinstance(record, dict):
         raise _Refuse(f"the record is {_kind(record)}, not a JSON object.")
-    if is_long:
-        yield
+    return record
+
+
+def _check_members(record: dict[str, Any], data: bytes) -> None:
     if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):
         raise _Refuse(f"the record is nested deeper than {DEPTH_MAX} levels.")
     # The decoder keeps the last of two equal names. What it kept, encoded again, has one colon for each member and the
@@ -655,9 +678,16 @@ def _read(payload: Buffer) -> Steps[dict[str, Any]]:
         raise _Refuse("the record holds a value that cannot be written again.") from None
     if _colons(data) != kept:
         raise _Refuse("the record has the same key twice in one object.")
-    if is_long:
-        yield
-    return record
+
+
+def _written(crossing: dict[str, Any]) -> bytes | Withheld:
+    try:
+        output = _encode(crossing)
+    except (msgspec.MsgspecError, ValueError, OverflowError):
+        return Withheld("the record holds a value that cannot be written again.")
+    if len(output) > RECORD_BYTES_MAX:
+        return Withheld(f"the transformed record is {len(output)} bytes; {RECORD_BYTES_MAX} are allowed.")
+    return output
 
 
 class FieldOutcome(NamedTuple):
@@ -714,42 +744,8 @@ class Transform:
 
     def __call__(self, payload: Buffer) -> bytes | Withheld | FilteredOut:
         """The payload that crosses."""
-        return finished(self._payload(payload))
-
-    def _payload(self, payload: Buffer, key: bytes | None = None) -> Steps[bytes | Withheld | FilteredOut]:
-        if self.spec.format is Format.OPAQUE:
-            return bytes(payload)
-        try:
-            record = yield from _read(payload)
-            return (yield from self._apply(record, key, is_long=len(payload) > STEP_BYTES))
-        except _Refuse as refusal:
-            return Withheld(str(refusal))
-
-    def _apply(
-        self, record: dict[str, Any], key: bytes | None, *, is_long: bool
-    ) -> Steps[bytes | Withheld | FilteredOut]:
-        if self._test is not None:
-            answer = self._test(record)
-            if answer is None:
-                reason = f"the filter cannot be decided: it looks at {self._test_paths}, and not all are as it expects."
-                return Withheld(reason)
-            if not answer:
-                return FilteredOut()
-        if key is not None and self.spec.key is KeyRule.KEEP and self._protective:
-            yield from self._refuse_shown(key, record)
-        later = Later()
-        crossing = self._run(record, later)
-        if later:
-            yield from _change_elements(later)
-        if is_long:
-            yield
-        try:
-            output = _encode(crossing)
-        except (msgspec.MsgspecError, ValueError, OverflowError):
-            return Withheld("the record holds a value that cannot be written again.")
-        if len(output) > RECORD_BYTES_MAX:
-            return Withheld(f"the transformed record is {len(output)} bytes; {RECORD_BYTES_MAX} are allowed.")
-        return output
+        result = self.record(None, {}, payload)
+        return result.payload if isinstance(result, Crossing) else result
 
     def record(
         self, key: Buffer | None, headers: Mapping[str, bytes], payload: Buffer
@@ -763,10 +759,27 @@ class Transform:
         """As `record`, with steps of some milliseconds. An empty payload with a key (a tombstone) crosses by its key alone."""
         plain_key = bytes(key) if key is not None else None
         output: bytes | Withheld | FilteredOut
-        if self._json and not len(payload) and plain_key is not None:
+        if not self._json:
+            output = bytes(payload)
+        elif not len(payload) and plain_key is not None:
             output = self._tombstone()
         else:
-            output = yield from self._payload(payload, plain_key)
+            is_long = len(payload) > STEP_BYTES
+            try:
+                record = (yield from _read_long(payload)) if is_long else _read(payload)
+                if self._test is not None and (stays := self._filtered(record)) is not None:
+                    return stays
+                if plain_key is not None and self.spec.key is KeyRule.KEEP and self._protective:
+                    yield from self._refuse_shown(plain_key, record)
+                later = Later()
+                crossing = self._run(record, later)
+                if later:
+                    yield from _change_elements(later)
+            except _Refuse as refusal:
+                return Withheld(str(refusal))
+            if is_long:
+                yield
+            output = _written(crossing)
         if not isinstance(output, bytes):
             return output
         return Crossing(
@@ -774,6 +787,14 @@ class Transform:
             self._headers(headers) if headers else {},
             output,
         )
+
+    def _filtered(self, record: dict[str, Any]) -> Withheld | FilteredOut | None:
+        assert self._test is not None
+        answer = self._test(record)
+        if answer is None:
+            reason = f"the filter cannot be decided: it looks at {self._test_paths}, and not all are as it expects."
+            return Withheld(reason)
+        return None if answer else FilteredOut()
 
     def _tombstone(self) -> bytes | Withheld:
         """Deletions must reach the destination, but only where the key itself shows nothing."""
@@ -813,7 +834,7 @@ class Transform:
         """What `record` would do, field by field, for a person in the source region: values are shown."""
         result = self.record(key, headers, payload)
         try:
-            before = finished(_read(payload)) if self._json and len(payload) else {}
+            before = _read(payload) if self._json and len(payload) else {}
         except _Refuse:
             before = {}
         after = decode_json(result.payload) if isinstance(result, Crossing) and before else None
