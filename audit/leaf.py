@@ -50,7 +50,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol
 import msgspec
 
 from audit.unjudged import Unjudged
-from felix.batch import OFFSET_MAX, Columns, Parts, encode_headers
+from felix.batch import OFFSET_MAX, Parts, encode_headers
 from felix.errors import LATER_RELEASE, CorruptionError, RequestError, of_later_release, why_undecoded
 from felix.names import parse_region
 
@@ -735,9 +735,14 @@ def pack_parts(offsets: Iterable[int], time_ms: int, parts: Parts, committer: Co
     return b"".join(iter_packed(offsets, time_ms, parts, committer))
 
 
-def iter_packed(
-    offsets: Iterable[int], time_ms: int, parts: Parts | Columns, committer: Committer
-) -> Iterator[bytes]:
+class Rows(Protocol):
+    """Records as a body has them: `felix.batch.Parts` and `Columns` are."""
+
+    def rows(self) -> Iterator[tuple[Buffer, Buffer, Buffer]]:
+        """Key, encoded headers and payload of each."""
+
+
+def iter_packed(offsets: Iterable[int], time_ms: int, parts: Rows, committer: Committer) -> Iterator[bytes]:
     """`pack_parts`, entry by entry, for who must not do it all at once."""
     pack, before, join = _ENTRY.pack, _BEFORE.pack, b"".join
     record, key_tag = committer._record.copy, committer.tag

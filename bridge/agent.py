@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -42,13 +42,13 @@ from bridge.history import require_continued
 from bridge.ledger import Ledger
 from bridge.link import LinkPhase
 from bridge.link_context import LinkContext, LinkStats
-from bridge.link_worker import LinkWorker, may_run
+from bridge.link_table import LinkTable
 from bridge.pins import Pins, list_pins
-from bridge.plan import PlannedLink, Verdict, plan_links
+from bridge.plan import Known, Plan, PlannedLink, Planner, hold_back
 from bridge.receipted import Receipted
 from bridge.region_log import Askings, check_region_log, cosign_region_log
+from bridge.source_streams import describe_each, list_known
 from bridge.tracing import CrossingTracing
-from felix.connection import RegionConnection
 from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.health import HealthServer
@@ -57,22 +57,20 @@ from felix.identity_file import load_identity
 from felix.link import Link
 from felix.messages import (
     Cosign,
-    DescribeStream,
     LinkState,
-    ListStreams,
     ReportLinks,
-    StreamState,
     Witnessed,
     WitnessedSize,
 )
-from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
-from felix.page import in_frames, pages
+from felix.names import SpiffeId, StreamName, trust_domain
+from felix.page import in_frames
 from felix.peer import TrustBundle
 from felix.periodic import every
 from felix.profile import Profile
 from felix.renewal import request_renewal, store_renewed
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.steps import Steps
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files
 from felix.structs import prepare_structs
@@ -83,7 +81,7 @@ from keys.hybrid import HybridKeyPair
 from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from policy.grant import ExportGrant, GrantBook
+from policy.grant import GrantBook
 from policy.signed import Trusted
 
 log = logging.getLogger("felix.bridge.agent")
@@ -95,6 +93,8 @@ SOON_S: Final = 0.1
 COLLECT_S: Final = 0.02
 """Documents that come together, of several regions, are planned by once."""
 REPORT_S: Final = 1.0
+LAG_S: Final = 1.0
+"""How often is looked how far the streams go of which links run."""
 COSIGN_S: Final = 3.0
 CROWDED: Final = (Code.CONFLICT, Code.LIMIT_RATE)
 """What a cosignature is kept away by for as long as others go on: shown, where another failure that ends by itself is not."""
@@ -115,10 +115,6 @@ CLOSE_S: Final = 10.0
 """How long an orderly end waits for links, and again for the last cosignatures."""
 PROBLEMS_MAX: Final = 100
 """Documents that are not believed and are logged one by one, at each change."""
-DESCRIBE_S: Final = 2.0
-"""How long a plan waits for one stream's leader."""
-STREAMS_MAX: Final = 1_000
-"""Streams that are looked at for a wildcard grant."""
 
 
 class _Uncosigned(NamedTuple):
@@ -230,7 +226,6 @@ class Agent:
         self.base = base
         self.paths = paths_of(config, base)
         self.health: HealthServer | None = None
-        self.rows: tuple[PlannedLink, ...] = ()
         self._runtime = runtime
         self._storage = storage
         self._clock_ms = runtime.clock.now_ms
@@ -270,13 +265,17 @@ class Agent:
         self._document_sync = DocumentSync(
             self._clock_ms, self._egress_documents.is_logged, self._documents_brought
         )
-        self._workers: dict[tuple[str, str, int], tuple[LinkWorker, asyncio.Task[None] | None]] = {}
-        """with a task once they were to run: most rows of a pattern's streams, and of grants that ended, never are"""
+        self._links = LinkTable(self.context, self._endpoints)
+        self._planner = Planner(
+            self.context.bridge, [each.region for each in config.destinations], config.limits.links
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._soon = asyncio.Event()
         self._egress_documents.is_newer = self._soon.is_set
-        self._known_streams: dict[str, StreamState] = {}
-        """the source's, when the links were last planned"""
+        self._known = Known({})
+        """the source's streams, when the links were last planned"""
+        self._reported_in: Link | None = None
+        """the session in which links were reported last"""
         self._reasons: dict[str, str] = {}
         self._feeds = {region: self._new_feed(region, each) for region, each in self._endpoints.items()}
         self._book = GrantBook()
@@ -357,6 +356,7 @@ class Agent:
             self._keep_log(),
             self._plan_loop(),
             every(REPORT_S, self._report, "reporting links failed", log),
+            every(LAG_S, self._look_at_shards, "shards could not be looked at", log),
             every(COSIGN_S, self._cosign, "cosigning failed", log),
             every(RENEW_S, self._renew, "identity and bundles could not be read again", log),
             every(PINS_LOOK_S, self._take_pins, "the source region's pins could not be taken", log),
@@ -374,13 +374,13 @@ class Agent:
         await end_tasks(*self._tasks)
         self._tasks.clear()
         await self._document_sync.close()
-        for worker, _ in self._workers.values():
+        for worker in self._links.workers:
             worker.leave()
-        running = [task for _, task in self._workers.values() if task is not None]
+        running = self._links.running
         if running:
             await asyncio.wait(running, timeout=CLOSE_S)
         await end_tasks(*running)
-        self._workers.clear()
+        self._links.clear()
         await self._close_opened()
         trail = self.context.trail or self._failed_trail
         if trail is not None:
@@ -409,14 +409,18 @@ class Agent:
 
     def links(self) -> list[LinkState]:
         """Every planned link as it stands, by grant, stream and shard."""
-        return [worker.report() for _, (worker, _) in sorted(self._workers.items())]
+        return [state for state, _ in self._links.states()]
+
+    def counts(self) -> tuple[int, int]:
+        """Links that are active, and all that are planned."""
+        return self._links.counts()
 
     def stats(self, grant: str, stream: str, shard: int) -> LinkStats:
         """What one link counted. Raises RequestError(NOT_FOUND)."""
-        found = self._workers.get((grant, stream, shard))
+        found = self._links.find(grant, stream, shard)
         if found is None:
             raise RequestError(f"There is no link {grant} {stream}/{shard}.", code=Code.NOT_FOUND)
-        return found[0].stats
+        return found
 
     def not_ready(self) -> str:
         """Why the agent does not do its work, or an empty string: the egress log, a session, or a link that stands still."""
@@ -429,13 +433,13 @@ class Agent:
         for endpoint in self._endpoints.values():
             if not endpoint.is_up:
                 return endpoint.reason
-        for worker, _ in list(self._workers.values()):
+        for worker in self._links.workers:
             if worker.phase in (LinkPhase.DENIED, LinkPhase.GAP, LinkPhase.TRUNCATED):
                 return f"{worker.row.grant}: {worker.reason}"
         return ""
 
     def _stats(self) -> list[tuple[LinkState, LinkStats]]:
-        return [(worker.report(), worker.stats) for worker, _ in list(self._workers.values())]
+        return self._links.states()
 
     def _trail_status(self) -> TrailStatus | None:
         trail = self.context.trail or self._failed_trail
@@ -473,7 +477,7 @@ class Agent:
         context, failure = self.context, trail.stopped
         assert failure is not None
         context.trail, context.trail_reason, self._failed_trail = None, str(failure), trail
-        workers = [worker for worker, _ in self._workers.values()]
+        workers = self._links.workers
         await asyncio.gather(*(worker.interrupt(failure.with_traceback(None)) for worker in workers))
         is_open = await asyncio.to_thread(reopening.open)
         while is_open and trail.stopped is None:
@@ -485,7 +489,7 @@ class Agent:
                 self._say("the ledger", error)
             await asyncio.sleep(TRAIL_AGAIN_S)
         context.trail, self._failed_trail = trail, None
-        for worker, _ in list(self._workers.values()):
+        for worker in self._links.workers:
             worker.retry()
 
     async def _open_log(self) -> None:
@@ -600,7 +604,7 @@ class Agent:
 
     def _is_busy(self, grant: str) -> bool:
         """Whether a link under this grant is in session, or its way is not at its end yet."""
-        return any(worker.in_session for worker, _ in self._workers.values() if worker.row.grant == grant)
+        return any(worker.in_session for worker in self._links.workers if worker.row.grant == grant)
 
     # -- documents, plan, links ------------------------------------------------------------------------
 
@@ -707,106 +711,52 @@ class Agent:
 
     async def _plan(self) -> None:
         """Tell the workers what the book says."""
-        self._known_streams = streams = await self._streams()
-        self.rows = self._rows(streams)
-        self._tell(streams)
+        connection = self.context.source.connection()
+        known = await list_known(connection, self._book, self.context.bridge, self._known.streams)
+        self._known = known
+        steps = self._planner.plan(self._book, known, self._clock_ms())
+        await self._links.tell(await self._stepped(steps), known.streams)
 
-    def _rows(self, streams: Mapping[str, StreamState]) -> tuple[PlannedLink, ...]:
-        return plan_links(
-            self._book,
-            self.context.bridge,
-            streams,
-            [each.region for each in self.config.destinations],
-            self._clock_ms(),
-            links_max=self.config.limits.links,
-        )
+    async def _stepped(self, steps: Steps[Plan]) -> Plan:
+        """What the steps end with; all else of the agent has its turn in between."""
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                plan: Plan = ended.value
+                return plan
+            await asyncio.sleep(0)
 
     def _hold_back(self) -> None:
         """Links that the book does not let run any more hear of it before anything of it is written or asked: a pause holds for them from
         its leaf on, however many documents stand behind it."""
-        stopped = {
-            (row.grant, row.stream, row.shard): row
-            for row in self._rows(self._known_streams)
-            if row.verdict is not Verdict.RUN
-        }
-        for key, (worker, _) in self._workers.items():
-            row = stopped.get(key)
-            if row is not None and worker.row.verdict is Verdict.RUN:
-                worker.take_plan(row)
+        destinations, now = [each.region for each in self.config.destinations], self._clock_ms()
+        self._links.hold_back(lambda row: hold_back(self._book, self.context.bridge, destinations, row, now))
 
-    async def _streams(self) -> dict[str, StreamState]:
-        """The source's streams that grants of this bridge name."""
-        found: dict[str, StreamState] = {}
-        connection = self.context.source.connection()
-        for grant in self._book.grants():
-            half = self._book.half(grant)
-            if not isinstance(half, ExportGrant) or half.terms.bridge != str(self.context.bridge):
-                continue
-            name = half.terms.stream
-            if NamePattern(name).is_exact:
-                if name not in found:
-                    with suppress(RequestError):
-                        found[name] = await self._described(connection, name)
-                continue
-            listed, fitting = ListStreams(name[: name.index("*")], "", 100), 0
-            async for page in pages(connection, listed, "streams", lambda page: page.streams[-1].stream):
-                for state in page.streams:
-                    if NamePattern(name).matches(StreamName.parse(state.stream)):
-                        found[state.stream] = state
-                        fitting += 1
-                # Of each grant by itself: who makes streams that one fits hides none of another's.
-                if fitting >= STREAMS_MAX:
-                    break
-        return found
-
-    async def _described(self, connection: RegionConnection, name: str) -> StreamState:
-        """A stream of the source; as it was last known while nobody leads it, which keeps no other link waiting."""
-        try:
-            return await connection.request(DescribeStream(name), timeout_s=DESCRIBE_S)
-        except UnavailableError:
-            if name not in self._known_streams:
-                raise
-            return self._known_streams[name]
-
-    def _tell(self, streams: dict[str, StreamState]) -> None:
-        wanted = {(row.grant, row.stream, row.shard): row for row in self.rows}
-        for key, (worker, task) in list(self._workers.items()):
-            if key not in wanted:
-                # Its stream or its grant is not there any more.
-                worker.leave()
-            if worker.is_leaving and (task is None or task.done()):
-                del self._workers[key]
-        for key, row in wanted.items():
-            held = self._workers.get(key)
-            if held is None:
-                worker, running = (
-                    LinkWorker(self.context, self._endpoints.get(row.destination_region), row),
-                    None,
-                )
-            elif held[0].is_leaving:
-                # Back again while it ends: a new one takes over in the next round.
-                continue
-            else:
-                worker, running = held
-                worker.take_plan(row)
-            if running is None and may_run(row):
-                running = asyncio.get_running_loop().create_task(worker.run(), name=f"link-{key[0]}-{key[2]}")
-            elif running is None:
-                worker.rest()
-            self._workers[key] = (worker, running)
-            state = streams.get(row.stream)
-            if state is not None and 0 <= row.shard < len(state.state):
-                worker.take_shard(state, state.state[row.shard])
+    async def _look_at_shards(self) -> None:
+        """How far the streams go of which links run under a pattern: each that is named by a grant is described for the plan."""
+        source, described = self.context.source, self._known.streams
+        names = [
+            name
+            for name in sorted(self._links.running_streams())
+            if name in described and not described[name].state
+        ]
+        if source.is_up and names:
+            await describe_each(source.connection(), names, self._links.hear)
 
     # -- reporting, cosigning, renewal -----------------------------------------------------------------
 
     async def _report(self) -> None:
+        source = self.context.source
+        if not source.is_up:
+            return
+        session, before = source.link(), self._reported_in
         try:
-            # Part by part: a pattern may name a thousand streams. Links that were to run before those that never were.
-            workers = sorted(self._workers.items(), key=lambda each: (each[1][1] is None, each[0]))
-            for part in in_frames(worker.report() for _, (worker, _) in workers):
-                if self.context.source.is_up:
-                    await self.context.source.connection().request(ReportLinks(part))
+            # Part by part: a pattern may name a thousand streams.
+            for part in in_frames(self._links.reports(anew=session is not before)):
+                self._reported_in = None
+                await source.connection().request(ReportLinks(part))
+            self._reported_in = session
         except FelixError as error:
             self._say("report", error)
 
@@ -826,7 +776,7 @@ class Agent:
             self._quorum.update(self._monotonic_ms(), trail.checkpoints.cosigned(), trail.status().durable)
         if bool(self._held()) is not bool(before):
             log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
-            for worker, _ in list(self._workers.values()):
+            for worker in self._links.workers:
                 worker.wake()
 
     def _held(self) -> str:

@@ -19,13 +19,13 @@ Invariants:
 
 A batch of a kilobyte on the wire may hold 65,536 records, or two million values that rules are applied to: what is done for each of them is a generator,
 which `finished` runs through at once, and a link step by step, so that nobody else of the agent waits for it. A step takes a few
-milliseconds, and one record of 16,384 values some 100.
+milliseconds, within a record of many values, too.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
@@ -37,34 +37,40 @@ from audit.crossed import CROSSED_BEFORE, OffsetSet
 from audit.leaf import (
     CommitmentKey,
     Committer,
+    EncodedLeaf,
     GapKind,
     Header,
     Kind,
     Leaf,
+    LeafPart,
     Side,
+    encode_part,
+    iter_leaf_parts,
     iter_packed,
     pack_entries,
-    split_leaves,
 )
 from felix.batch import (
     FLAG_ZSTD,
     HEADERS_MAX,
     KEY_BYTES_MAX,
+    OFFSET_MAX,
     Batch,
     BatchHeader,
     Buffer,
+    Columns,
     NewRecord,
     Parts,
     Record,
-    batch_of,
+    batch_steps,
     decode_batch,
-    decode_parts,
+    decode_columns,
     decode_records,
     encode_parts,
 )
 from felix.errors import Code, RequestError
 from felix.identity import Identity
 from felix.provenance import HOPS_MAX, PATH_HEADER, PathUnion, encode_path, parse_path
+from felix.steps import Steps
 from keys.envelope import SEALABLE_BYTES_MAX, DataKey, open_batch
 from keys.link import LinkSecrets, commitment_secret
 from keys.transfer import TransferKey, TransferScope, seal_envelope
@@ -88,25 +94,12 @@ _CODES: Final = {
     PATH_UNKNOWN: Code.LOOP_REFUSED,
 }
 _TOO_LARGE: Final = (Code.BATCH_TOO_LARGE, Code.ENVELOPE_INVALID)
-STEP_RECORDS: Final = 256
-"""Records of one step: a few milliseconds, whatever is done for each, unless they are long."""
+STEP_RECORDS: Final = 64
+"""Records of one step: a few milliseconds, whatever is done for each, unless they are long. A record may have 64 headers."""
 STEP_BYTES: Final = 2_048
 """Bytes of payloads after which a step ends that applies rules, however few records they are: a value may take two bytes, and ten microseconds."""
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""Work that ends with a result; between two steps others may have their turn."""
-
-
-def finished(steps: Steps[T]) -> T:
-    """What they end with. Raises what they do."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            found: T = ended.value
-            return found
-
 
 SENTENCE_CHARS_MAX: Final = 500
 """Of the first record's reason, in a WITHHELD leaf."""
@@ -234,11 +227,13 @@ class SealedRange(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The entries of a range's leaves."""
+    """What a range's leaves list, taken apart as leaves hold it."""
 
-    crossing: bytes
-    """none where nothing crosses"""
-    staying: tuple[tuple[Staying, bytes], ...]
+    entries_sha256: bytes
+    """of the packed entries of what crosses"""
+    crossing: tuple[LeafPart, ...]
+    """one without entries where nothing does"""
+    staying: tuple[tuple[Staying, tuple[LeafPart, ...]], ...]
 
 
 def open_sealed(body: bytes | memoryview, data_key: DataKey) -> Steps[OpenedBatch]:
@@ -286,7 +281,7 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
         held.records.append(record)
 
     crossing: list[Record] = []
-    transform, own_path = route.transform.record, route.own_path
+    transform, own_path = route.transform.steps, route.own_path
     plain_headers: Mapping[str, bytes] = {PATH_HEADER: own_path}
     stepped = 0
     for at, record in enumerate(opened.records, 1):
@@ -304,7 +299,7 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
                 stay(*found, record)
                 continue
             path = found
-        result = transform(record.key, record.headers, record.payload)
+        result = yield from transform(record.key, record.headers, record.payload)
         if isinstance(result, Crossing):
             headers = plain_headers
             if result.headers or path is not own_path:
@@ -372,7 +367,7 @@ def _seal(
         path = _regions(crossing)
         yield
         parts = (yield from _encode_parts(crossing)) if crossing else None
-        batch = _encode(source, parts) if parts is not None else None
+        batch = (yield from _encode(source, parts)) if parts is not None else None
         yield
         envelope = seal_envelope(
             route.key,
@@ -432,9 +427,9 @@ def _encode_parts(crossing: list[Record]) -> Steps[Parts]:
     return Parts(payloads, keys if any(keys) else None, headers if any(headers) else None)
 
 
-def _encode(source: BatchHeader, parts: Parts) -> Batch:
+def _encode(source: BatchHeader, parts: Parts) -> Steps[Batch]:
     """Raises RequestError(BATCH_TOO_LARGE) for a batch that the destination could not seal: it would refuse it for ever."""
-    batch = batch_of(parts, shard=source.shard, compress=bool(source.flags & FLAG_ZSTD))
+    batch = yield from batch_steps(parts, shard=source.shard, compress=bool(source.flags & FLAG_ZSTD))
     if batch.header.body_length > SEALABLE_BYTES_MAX:
         raise RequestError(
             f"A batch of {batch.header.total_length} bytes leaves the destination no room for its seal.",
@@ -445,7 +440,7 @@ def _encode(source: BatchHeader, parts: Parts) -> Batch:
 
 
 def range_entries(sealed: SealedRange, route: Route, *, withheld: bool = True) -> Steps[Packed]:
-    """The packed entries of its leaves. `withheld`: also of those of what stays, which are made once."""
+    """The entries of its leaves. `withheld`: also of those of what stays, which are made once."""
     opened, crossing = sealed.sorted.opened, b""
     if sealed.parts is not None:
         offsets = [record.offset for record in sealed.crossing]
@@ -458,14 +453,38 @@ def range_entries(sealed: SealedRange, route: Route, *, withheld: bool = True) -
         ]
         if records:
             yield
-            staying.append((held, (yield from _withheld_entries(opened, records, route.withheld))))
-    return Packed(crossing, tuple(staying))
+            entries = yield from _withheld_entries(opened, records, route.withheld)
+            header = _withheld_header(sealed, held, route, OFFSET_MAX)
+            staying.append((held, (yield from _parts(header, entries))))
+    parts, digest = (yield from _parts(_intent_header(sealed, route, OFFSET_MAX), crossing)), hashlib.sha256()
+    for part in parts:
+        digest.update(part.entries)
+        yield
+    return Packed(digest.digest(), parts, tuple(staying))
 
 
-def range_leaves(sealed: SealedRange, packed: Packed, route: Route, time_ms: int) -> list[Leaf]:
+def _parts(header: Header, entries: bytes) -> Steps[tuple[LeafPart, ...]]:
+    """`header`: of a time that takes as much room as any."""
+    found = []
+    for part in iter_leaf_parts(header, entries):
+        found.append(part)
+        yield
+    return tuple(found)
+
+
+def range_leaves(sealed: SealedRange, packed: Packed, route: Route, time_ms: int) -> list[EncodedLeaf]:
     """Step 8: WITHHELD leaves, then INTENT leaves, which list these entries. Where nothing crosses, the one INTENT lists no records."""
+    leaves: list[EncodedLeaf] = []
+    for held, parts in packed.staying:
+        header = _withheld_header(sealed, held, route, time_ms)
+        leaves += [encode_part(header, part, None) for part in parts]
+    header = _intent_header(sealed, route, time_ms)
+    return leaves + [encode_part(header, part, None) for part in packed.crossing]
+
+
+def _common_header(sealed: SealedRange, route: Route, time_ms: int) -> Header:
     opened = sealed.sorted.opened
-    common = msgspec.structs.replace(
+    return msgspec.structs.replace(
         route.template,
         time_ms=time_ms,
         first_offset=sealed.first_offset,
@@ -473,19 +492,22 @@ def range_leaves(sealed: SealedRange, packed: Packed, route: Route, time_ms: int
         source_key_id=opened.key_id,
         source_batch_sha256=opened.sha256,
     )
-    leaves: list[Leaf] = []
-    for held, entries in packed.staying:
-        header = msgspec.structs.replace(
-            common,
-            kind=Kind.WITHHELD,
-            commitment_key_id=route.withheld.key_id,
-            reason=held.reason,
-            code=int(_CODES.get(held.reason, 0)),
-            sentence=held.sentence,
-        )
-        leaves += split_leaves(header, entries)
-    header = msgspec.structs.replace(common, envelope_sha256=sealed.envelope_sha256, path=sealed.path)
-    return leaves + split_leaves(header, packed.crossing)
+
+
+def _withheld_header(sealed: SealedRange, held: Staying, route: Route, time_ms: int) -> Header:
+    return msgspec.structs.replace(
+        _common_header(sealed, route, time_ms),
+        kind=Kind.WITHHELD,
+        commitment_key_id=route.withheld.key_id,
+        reason=held.reason,
+        code=int(_CODES.get(held.reason, 0)),
+        sentence=held.sentence,
+    )
+
+
+def _intent_header(sealed: SealedRange, route: Route, time_ms: int) -> Header:
+    common = _common_header(sealed, route, time_ms)
+    return msgspec.structs.replace(common, envelope_sha256=sealed.envelope_sha256, path=sealed.path)
 
 
 def _withheld_entries(opened: OpenedBatch, records: list[Record], committer: Committer) -> Steps[bytes]:
@@ -496,12 +518,25 @@ def _withheld_entries(opened: OpenedBatch, records: list[Record], committer: Com
             made.append(pack_entries(records[at : at + STEP_RECORDS], committer))
             yield
         return b"".join(made)
-    base = opened.header.base_offset
-    parts = decode_parts(opened.plain).chosen([record.offset - base for record in records])
-    yield
     offsets = [record.offset for record in records]
-    packed = iter_packed(offsets, opened.header.append_time_ms, parts, committer)
+    columns = decode_columns(opened.plain)
+    yield
+    chosen = _Chosen(columns, opened.header.base_offset, frozenset(offsets))
+    yield
+    packed = iter_packed(offsets, opened.header.append_time_ms, chosen, committer)
     return b"".join((yield from _listed(packed)))
+
+
+class _Chosen(NamedTuple):
+    """Of a batch the records at these offsets, one after the other: nothing is made of them all."""
+
+    columns: Columns
+    base: int
+    offsets: frozenset[int]
+
+    def rows(self) -> Iterator[tuple[Buffer, Buffer, Buffer]]:
+        rows = enumerate(self.columns.rows(), self.base)
+        return (row for offset, row in rows if offset in self.offsets)
 
 
 def seal_nothing(route: Route, first_offset: int, last_offset: int) -> tuple[bytes, bytes]:

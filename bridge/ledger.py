@@ -130,6 +130,8 @@ class Ledger:
     def __init__(self) -> None:
         self._grants: dict[str, GrantAccount] = {}
         self._shards: dict[ShardKey, ShardAccount] = {}
+        self._links: dict[LinkShard, dict[bytes, ShardAccount]] = {}
+        """the same accounts by link and incarnation: each link asks for its own every second"""
         self.documents: set[bytes] = set()
         """SHA-256 of each signed document that has a leaf"""
         self.words: dict[bytes, int] = {}
@@ -170,6 +172,7 @@ class Ledger:
             return
         if account is None:
             account = self._shards[key] = ShardAccount(header.grant_id, after, [])
+            self._links.setdefault(key.link, {})[key.incarnation] = account
         elif account.grant_id != header.grant_id:
             # Another grant may begin again where the one before it was not answered any more.
             account.grant_id, account.accounted_to = header.grant_id, after
@@ -217,7 +220,7 @@ class Ledger:
 
     def incarnations(self, link: LinkShard) -> dict[bytes, ShardAccount]:
         """Every incarnation of a link's shard that has leaves."""
-        return {key.incarnation: account for key, account in self._shards.items() if key.link == link}
+        return dict(self._links.get(link, {}))
 
     def encode(self, size: int, last_leaf_hash: bytes) -> bytes:
         """A snapshot after `size` leaves, the last of which has this hash."""
@@ -239,4 +242,6 @@ class Ledger:
         ledger._grants, ledger.words = snapshot.grants, snapshot.words
         ledger.documents = set(snapshot.documents)
         ledger._shards = {each.key: each.account for each in snapshot.shards}
+        for each in snapshot.shards:
+            ledger._links.setdefault(each.key.link, {})[each.key.incarnation] = each.account
         return ledger, snapshot.size, snapshot.last_leaf_hash

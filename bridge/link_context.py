@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from audit.errors import AuditUnavailableError
-from audit.leaf import Leaf
+from audit.leaf import EncodedLeaf, Leaf
 from audit.position import LinkShard
 from audit.trail import Trail
 from bridge.config import LimitsConfig
@@ -85,7 +85,9 @@ class LinkContext:
             raise AuditUnavailableError(self.trail_reason, retry_after_ms=500)
         return self.trail
 
-    def append(self, leaves: list[Leaf], done: Callable[[int, FelixError | None], None]) -> None:
+    def append(
+        self, leaves: Sequence[Leaf | EncodedLeaf], done: Callable[[int, FelixError | None], None]
+    ) -> None:
         """Accept leaves; `done` is called on the loop once they are durable. Raises AuditUnavailableError."""
         self.open_trail().append_nowait(leaves, done, asyncio.get_running_loop())
         for leaf in leaves:

@@ -26,7 +26,6 @@ from bridge.crossing import (
     Packed,
     Route,
     SealedRange,
-    Steps,
     compile_terms,
     gap_leaf,
     nothing_leaf,
@@ -51,6 +50,7 @@ from felix.frames import GapBody, GapReason
 from felix.messages import CutState, GetDataKey, GetLinkSecret, IngestOpened, OpenIngest, StreamState
 from felix.names import StreamName
 from felix.rate import TokenBucket
+from felix.steps import Steps
 from keys.envelope import DataKey
 from keys.handoff import HandoffScope, open_data_key
 from keys.link import LinkSecrets, LinkSecretScope, open_link_secrets
@@ -512,7 +512,7 @@ class LinkSession:
                 sealed.records,
                 sealed.envelope,
                 sealed.envelope_sha256,
-                hashlib.sha256(packed.crossing).digest(),
+                packed.entries_sha256,
                 sealed.path,
                 todo is Todo.RESEND,
             )

@@ -46,6 +46,8 @@ LOST_AGAIN: Final = BackoffPolicy(first_ms=100, ceiling_ms=5_000)
 DENIED_FAMILIES: Final = (2, 3, 5, 6, 7)
 """Hundreds of codes that are refusals, and not outages."""
 SENTENCE_CHARS_MAX: Final = 2_000
+REASON_CHARS_MAX: Final = 4_000
+"""Of what is said of a link: what a message takes."""
 INTERRUPT_S: Final = 1.0
 """How long a session that is to end may take to see it: less than a region that does not answer may keep it waiting."""
 KEPT_SAID: Final = 1_000
@@ -62,6 +64,38 @@ EVENT_OF: Final = {
 def may_run(row: PlannedLink) -> bool:
     """Whether the plan says that the link runs, and of which shard."""
     return row.verdict is Verdict.RUN and row.shard >= 0 and row.export is not None
+
+
+def link_shard_of(context: LinkContext, row: PlannedLink) -> LinkShard:
+    """The name of a row's link in the egress log."""
+    return LinkShard(
+        str(context.bridge),
+        context.source.region,
+        row.destination_region,
+        row.stream,
+        row.shard,
+        row.destination_stream,
+    )
+
+
+def state_at_rest(context: LinkContext, row: PlannedLink, high_watermark: int, notice: str) -> LinkState:
+    """What is said of a link that never was to run: the plan's reason, and what crossed before this process began."""
+    crossed, withheld, filtered = context.ledger.sums(link_shard_of(context, row))
+    return LinkState(
+        grant=row.grant,
+        stream=row.stream,
+        shard=max(0, row.shard),
+        from_region=context.source.region,
+        to_region=row.destination_region,
+        bridge=str(context.bridge),
+        state=advance(LinkPhase.WAITING, EVENT_OF.get(row.verdict, LinkEvent.HOLD)).value,
+        reason=_joined(row.reason, notice)[:REASON_CHARS_MAX],
+        high_watermark=high_watermark,
+        crossed=crossed,
+        withheld=withheld - filtered,
+        filtered=filtered,
+        reported_ms=context.clock_ms(),
+    )
 
 
 class LinkWorker:
@@ -108,15 +142,7 @@ class LinkWorker:
     @property
     def link_shard(self) -> LinkShard:
         """The link's name in the egress log."""
-        row = self.row
-        return LinkShard(
-            str(self._context.bridge),
-            self._context.source.region,
-            row.destination_region,
-            row.stream,
-            row.shard,
-            row.destination_stream,
-        )
+        return link_shard_of(self._context, self.row)
 
     def take_plan(self, row: PlannedLink) -> None:
         """The newest row; a changed verdict takes effect at once."""
@@ -173,8 +199,8 @@ class LinkWorker:
         self._planned.set()
         self._wake.set()
 
-    def report(self) -> LinkState:
-        """What the link says of itself."""
+    def report(self, notice: str | None = None) -> LinkState:
+        """What the link says of itself. `notice`: the context's, from who asked for it already."""
         row, memory, stats, context = self.row, self._memory, self.stats, self._context
         window = None if self._session is None else self._session.window
         # Under a grant that has ended nothing is still to cross, however far the stream goes on; nor by a bridge that stands by.
@@ -197,9 +223,13 @@ class LinkWorker:
             to_region=row.destination_region,
             bridge=str(context.bridge),
             state=self.phase.value,
-            reason=_joined(memory.alarm, memory.truncation, self.reason, self._stays(), context.notice())[
-                :4000
-            ],
+            reason=_joined(
+                memory.alarm,
+                memory.truncation,
+                self.reason,
+                self._stays(),
+                context.notice() if notice is None else notice,
+            )[:REASON_CHARS_MAX],
             position=window.position if window is not None else stats.position,
             high_watermark=stats.high_watermark,
             lag_records=behind if known else -1,

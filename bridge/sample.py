@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from bridge.agent import load_files, region_profile
 from bridge.config import BridgeConfig, paths_of
-from bridge.crossing import LOOP, NO_BRIDGE, ONWARD, PATH_UNKNOWN, compile_terms, finished, open_sealed
+from bridge.crossing import LOOP, NO_BRIDGE, ONWARD, PATH_UNKNOWN, compile_terms, open_sealed
 from bridge.wire import SealedBatch, SealedFeed
 from felix.batch import Record, decode_header
 from felix.client import RegionClient
@@ -33,6 +33,7 @@ from felix.messages import (
 from felix.names import StreamName
 from felix.provenance import PATH_HEADER, parse_path
 from felix.runtime.real import REAL
+from felix.steps import finished
 from keys.envelope import DataKey
 from keys.handoff import HandoffScope, open_data_key
 from keys.link import SECRET_BYTES, LinkSecrets, LinkSecretScope, open_link_secrets

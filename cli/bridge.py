@@ -956,11 +956,8 @@ async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
 
 def _status_line(agent: Agent) -> str:
     """What the service manager shows of an agent that runs."""
-    from bridge.link import LinkPhase
-
-    links = agent.links()
-    moving = sum(link.state == LinkPhase.ACTIVE for link in links)
-    return agent.not_ready() or f"{agent.config.name}: {moving} of {len(links)} links active"
+    moving, links = agent.counts()
+    return agent.not_ready() or f"{agent.config.name}: {moving} of {links} links active"
 
 
 @app.command()

@@ -43,6 +43,7 @@ import xxhash
 import zstandard
 
 from felix.errors import Code, RequestError
+from felix.steps import Steps
 
 HEADER_BYTES: Final = 96
 BATCH_BYTES_MAX: Final = 1 << 20
@@ -64,6 +65,8 @@ BRIDGED_EPOCH: Final = (1 << 32) - 1
 MESSAGE_ID_BYTES_MAX: Final = 64
 """A UUID as text has 36, a SHA-256 in hex 64."""
 
+STEP_PARTS: Final = 8_192
+"""Entries of a batch that are joined in one step: some milliseconds, since most are views."""
 COMPRESS_LEVEL_MAX: Final = 19
 """The levels of zstd above take memory that a consumer would have to find, too."""
 
@@ -386,11 +389,7 @@ def batch_of(
     flags = 0
     # Lengths are bounded before they are packed, so that no u32 overflows.
     ends = list(accumulate(map(len, payloads)))
-    if ends[-1] > PLAIN_BYTES_MAX:
-        raise RequestError(
-            f"{ends[-1]} bytes of payload in one batch; {PLAIN_BYTES_MAX} are allowed.",
-            code=Code.BATCH_TOO_LARGE,
-        )
+    _check_plain(ends[-1])
     columns = [struct.pack(column, *ends)]
     blobs: list[Buffer] = []
     if keys is not None:
@@ -398,17 +397,69 @@ def batch_of(
         columns.append(struct.pack(column, *accumulate(map(len, keys))))
         blobs += keys
     if headers is not None:
-        if sum(map(len, headers)) > PLAIN_BYTES_MAX:
-            raise RequestError("The headers of one batch are too large.", code=Code.BATCH_TOO_LARGE)
+        _check_plain(sum(map(len, headers)))
         flags |= FLAG_HEADERS
         columns.append(struct.pack(column, *accumulate(map(len, headers))))
         blobs += headers
     body = b"".join((*columns, *blobs, *payloads))
-    plain_length = len(body)
+    return _batch(
+        body,
+        flags,
+        count,
+        shard=shard,
+        producer_id=producer_id,
+        producer_epoch=producer_epoch,
+        base_sequence=base_sequence,
+        compress=compress,
+    )
+
+
+def batch_steps(parts: Parts, *, shard: int = 0, compress: int = 0) -> Steps[Batch]:
+    """As `batch_of`, in steps of some milliseconds. One that is too long is refused before it is put together."""
+    count = len(parts.payloads)
+    if count <= STEP_PARTS:
+        return batch_of(parts, shard=shard, compress=compress)
+    _check_count(count)
+    pieces, blobs, plain_length, flags = list[bytes](), list[Sequence[Buffer]](), 0, 0
+    for entries, flag in ((parts.payloads, 0), (parts.keys, FLAG_KEYED), (parts.headers, FLAG_HEADERS)):
+        if entries is None:
+            continue
+        ends = list(accumulate(map(len, entries)))
+        plain_length += 4 * count + ends[-1]
+        _check_plain(plain_length)
+        pieces.append(struct.pack(f">{count}I", *ends))
+        blobs.append(entries)
+        flags |= flag
+        yield
+    for blob in (*blobs[1:], blobs[0]):
+        for at in range(0, count, STEP_PARTS):
+            pieces.append(b"".join(blob[at : at + STEP_PARTS]))
+            yield
+    body = b"".join(pieces)
+    yield
+    return _batch(body, flags, count, shard=shard, compress=compress)
+
+
+def _check_plain(plain_length: int) -> None:
     if plain_length > PLAIN_BYTES_MAX:
         raise RequestError(
             f"A batch of {plain_length} bytes; {PLAIN_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE
         )
+
+
+def _batch(
+    body: bytes,
+    flags: int,
+    count: int,
+    *,
+    shard: int = 0,
+    producer_id: int = 0,
+    producer_epoch: int = 0,
+    base_sequence: int = 0,
+    compress: int = 0,
+) -> Batch:
+    plain_length = len(body)
+    _check_plain(plain_length)
     if compress:
         squeezed = zstandard.ZstdCompressor(level=compress).compress(body)
         if len(squeezed) < plain_length:

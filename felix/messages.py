@@ -211,9 +211,12 @@ class DescribeStream(Repeatable["StreamState"], frozen=True, tag="describe_strea
 
 
 class ListStreams(Repeatable["StreamPage"], frozen=True, tag="list_streams"):
+    """`brief`: without the state of shards, of which a stream may have 256."""
+
     prefix: Name = ""
     after: Name = ""
     limit: Page = 100
+    brief: bool = False
 
 
 class ShardState(Message, frozen=True, tag="shard"):

@@ -15,6 +15,9 @@ holds every record to each term that shows there:
 What it cannot see: whether a digest is that of the right value, whether a value that crosses was in the source's record, and
 filters over what does not cross. The commitments in both logs hold the agent to that.
 
+A record of 30 kB may hold 16,384 values with a rule for each: what is checked of a long one is a generator (`Inspection.steps`), and elements of lists are
+checked some at a time, after all else of the record.
+
 Invariants: the rules are those of policy.transform, so what a sound transform of these terms puts out passes; nothing of a
 record stands in a refusal's sentence. Callers: region (ingest).
 """
@@ -22,14 +25,16 @@ record stands in a refusal's sentence. Callers: region (ingest).
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Never
+from typing import Any, Final, NamedTuple, Never
 
 import msgspec
 
 from felix.batch import KEY_BYTES_MAX, Buffer, decode_header_pairs
 from felix.errors import Code
 from felix.provenance import PATH_HEADER, parse_path
+from felix.steps import Steps, finished
 from policy.fieldpath import EACH, FieldPath
 from policy.grant import GrantError
 from policy.predicate import compile_predicate, parse_predicate, paths
@@ -37,8 +42,13 @@ from policy.terms import GrantTerms
 from policy.transform import (
     DEPTH_MAX,
     DIGEST_BYTES_DEFAULT,
+    LONG_DIGITS_MAX,
+    LONG_NUMBER,
     MASK,
     RECORD_BYTES_MAX,
+    SHORT_LIST,
+    STEP_BYTES,
+    STEP_RULES,
     TRACE_HEADER,
     TRACEPARENT,
     VALUES_MAX,
@@ -53,6 +63,7 @@ from policy.transform import (
     decode_json,
     deeper_than,
     effective_rule,
+    has_too_long_numbers,
     has_too_many_values,
     rule_tree,
 )
@@ -63,7 +74,42 @@ _HEADERS_KNOWN_BYTES_MAX: Final = 512
 
 _encode: Final = msgspec.json.Encoder().encode
 
-Check = Callable[[Any], None]
+
+class _Elements(NamedTuple):
+    """Elements of a list that are still to be checked."""
+
+    left: list[Any]
+    check: Check
+    rules: int
+    """that are asked for each, lists below it left out; at least 1"""
+
+
+Later = deque[_Elements]
+"""Lists of one record whose elements are still to be checked. Whoever checks a value puts those below it here."""
+Check = Callable[[Any, Later], None]
+
+
+class _Compiled(NamedTuple):
+    """What is asked of a value that has rules below it."""
+
+    check: Check
+    rules: int
+
+
+def _check_elements(later: Later) -> Steps[None]:
+    """Check what is left, and what that leaves. Raises OutsideTermsError."""
+    room = STEP_RULES
+    while later:
+        left, check, rules = later.popleft()
+        at_once = max(1, STEP_RULES // rules)
+        for at in range(0, len(left), at_once):
+            some = left[at : at + at_once]
+            for part in some:
+                check(part, later)
+            room -= len(some) * rules
+            if room <= 0:
+                room = STEP_RULES
+                yield
 
 
 class OutsideTermsError(GrantError):
@@ -104,7 +150,8 @@ class Inspection:
         )
         self._known: dict[bytes, tuple[str, ...]] = {}
         self._key = _KEY_CHECKS[spec.key]
-        self._checks = _object_check(rule_tree(spec), not spec.is_allowlist, "") if spec.fields else None
+        rules = rule_tree(spec)
+        self._checks = _object_check(rules, not spec.is_allowlist, "").check if spec.fields else None
         self._test = None
         if spec.filter:
             predicate = parse_predicate(spec.filter)
@@ -118,8 +165,12 @@ class Inspection:
         )
 
     def record(self, key: Buffer, headers: Buffer, payload: Buffer) -> tuple[str, ...]:
-        """Check one record as it stands in a batch; no key and no headers are empty. Returns the regions that it has been in, the source
-        last. Raises RequestError."""
+        """As `steps`, all at once."""
+        return finished(self.steps(key, headers, payload))
+
+    def steps(self, key: Buffer, headers: Buffer, payload: Buffer) -> Steps[tuple[str, ...]]:
+        """Check one record as it stands in a batch, with steps of some milliseconds; no key and no headers are empty. Returns the regions that it has been in, the
+        source last. Raises RequestError."""
         raw = bytes(headers)
         path = self._known.get(raw)
         if path is None:
@@ -128,8 +179,17 @@ class Inspection:
                 self._known[raw] = path
         if key:
             self._key(key)
-        if self._json:
-            self._check_payload(key, payload)
+        if self._json and not len(payload):
+            self._check_tombstone(key)
+        elif self._json:
+            record = (yield from _read_long(payload)) if len(payload) > STEP_BYTES else _read(payload)
+            if self._checks is not None:
+                later = Later()
+                self._checks(record, later)
+                if later:
+                    yield from _check_elements(later)
+            if self._test is not None and self._test(record) is not True:
+                _refuse("The filter does not let it cross.")
         return path
 
     # Headers
@@ -168,32 +228,64 @@ class Inspection:
 
     # Payload
 
-    def _check_payload(self, key: Buffer, payload: Buffer) -> None:
-        if not len(payload):
-            if not key or not self._tombstones:
-                _refuse("Its payload is empty, and the terms let no tombstone cross.")
-            return
-        data = bytes(payload)
-        if len(data) > RECORD_BYTES_MAX:
-            _refuse(f"Its payload has {len(data)} bytes; {RECORD_BYTES_MAX} may cross.")
-        if has_too_many_values(data):
-            _refuse(f"Its payload has more than {VALUES_MAX} values.")
-        try:
-            record = decode_json(data)
-            again = _encode(record)
-        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
-            _refuse("Its payload is not JSON, as the terms say.")
-        if not isinstance(record, dict):
-            _refuse("Its payload is not a JSON object.")
-        # A text that equals its decoded values written again has no duplicate name, and no other byte.
-        if again != data:
-            _refuse("Its payload is not written as the transform writes it.")
-        if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):
-            _refuse(f"Its payload is nested deeper than {DEPTH_MAX} levels.")
-        if self._checks is not None:
-            self._checks(record)
-        if self._test is not None and self._test(record) is not True:
-            _refuse("The filter does not let it cross.")
+    def _check_tombstone(self, key: Buffer) -> None:
+        if not key or not self._tombstones:
+            _refuse("Its payload is empty, and the terms let no tombstone cross.")
+
+
+# Payloads
+
+
+def _read(payload: Buffer) -> dict[str, Any]:
+    data = bytes(payload)
+    if len(data) > VALUES_MAX:
+        _check_text(data)
+    record = _decode(data)
+    _check_written(record, data)
+    return record
+
+
+def _read_long(payload: Buffer) -> Steps[dict[str, Any]]:
+    """As `_read`, in steps."""
+    data = bytes(payload)
+    _check_text(data)
+    yield
+    record = _decode(data)
+    yield
+    _check_written(record, data)
+    yield
+    return record
+
+
+def _check_text(data: bytes) -> None:
+    if len(data) > RECORD_BYTES_MAX:
+        _refuse(f"Its payload has {len(data)} bytes; {RECORD_BYTES_MAX} may cross.")
+    if has_too_many_values(data):
+        _refuse(f"Its payload has more than {VALUES_MAX} values.")
+    if has_too_long_numbers(data):
+        _refuse(f"Its payload has more than {LONG_DIGITS_MAX} digits in numbers of {LONG_NUMBER} and more.")
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    try:
+        record = decode_json(data)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        _refuse("Its payload is not JSON, as the terms say.")
+    if not isinstance(record, dict):
+        _refuse("Its payload is not a JSON object.")
+    return record
+
+
+def _check_written(record: dict[str, Any], data: bytes) -> None:
+    try:
+        again = _encode(record)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        _refuse("Its payload is not JSON, as the terms say.")
+    # A text that equals its decoded values written again has no duplicate name, and no other byte.
+    if again != data:
+        _refuse("Its payload is not written as the transform writes it.")
+    if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):
+        _refuse(f"Its payload is nested deeper than {DEPTH_MAX} levels.")
 
 
 # Keys
@@ -234,12 +326,13 @@ _KEY_CHECKS: Final[dict[KeyRule, Callable[[Buffer], None]]] = {
 # Fields: the shapes that policy.transform leaves behind, rule by rule
 
 
-def _object_check(tree: RuleTree, kept: bool, where: str) -> Check:
+def _object_check(tree: RuleTree, kept: bool, where: str) -> _Compiled:
     absent: list[tuple[str, str]] = []
     demanded: list[tuple[str, str]] = []
     inner: list[tuple[str, Check]] = []
     containers: list[tuple[str, str, Check, bool]] = []
     named: set[str] = set()
+    rules = 1
     for name, node in tree.members.items():
         field = str(FieldPath((name,))) if not where else f"{where}.{FieldPath((name,))}"
         below = kept or (node.rule is not None and node.rule.do is Action.KEEP)
@@ -249,7 +342,9 @@ def _object_check(tree: RuleTree, kept: bool, where: str) -> Check:
         if node.rule is not None and node.rule.do is Action.DROP:
             absent.append((name, field))
         elif node.children:
-            containers.append((name, field, _container_check(node, below, field), node.strict()))
+            found = _container_check(node, below, field)
+            rules += found.rules
+            containers.append((name, field, found.check, node.strict()))
         elif node.rule is not None and node.rule.do is not Action.KEEP:
             inner.append((name, _leaf_check(node.rule)))
             if node.rule.missing is Missing.WITHHOLD:
@@ -257,7 +352,7 @@ def _object_check(tree: RuleTree, kept: bool, where: str) -> Check:
         elif node.strict():
             demanded.append((name, field))
 
-    def check(value: Any) -> None:
+    def check(value: Any, later: Later) -> None:
         if not isinstance(value, dict):
             _refuse(f"{where or 'Its payload'} is not an object.")
         if not kept and not named.issuperset(value):
@@ -271,39 +366,43 @@ def _object_check(tree: RuleTree, kept: bool, where: str) -> Check:
         for name, field, below, strict in containers:
             part = value.get(name)
             if part is not None:
-                below(part)
+                below(part, later)
             elif strict:
                 _refuse(f"The field {field} is missing, and the terms demand what is in it.")
         for name, leaf in inner:
             if name in value:
-                leaf(value[name])
+                leaf(value[name], later)
 
-    return check
+    return _Compiled(check, rules + len(absent) + len(demanded) + len(inner) + len(containers))
 
 
-def _container_check(tree: RuleTree, kept: bool, where: str) -> Check:
+def _container_check(tree: RuleTree, kept: bool, where: str) -> _Compiled:
     """Of a value that has rules below it: an object, or every element of a list."""
     if tree.each is None:
         return _object_check(tree, kept, where)
     node, field = tree.each, f"{where}{EACH}"
     drops = node.rule is not None and node.rule.do is Action.DROP
     below = kept or (node.rule is not None and node.rule.do is Action.KEEP)
-    part: Check | None = None
+    part: _Compiled | None = None
     if node.children:
         part = _container_check(node, below, field)
     elif node.rule is not None and node.rule.do not in (Action.DROP, Action.KEEP):
-        part = _leaf_check(node.rule)
+        part = _Compiled(_leaf_check(node.rule), 1)
 
-    def check(value: Any) -> None:
+    def check(value: Any, later: Later) -> None:
         if not isinstance(value, list):
             _refuse(f"The field {where} is not a list.")
         if drops and value:
             _refuse(f"The field {where} has elements, and the terms drop them.")
-        if part is not None:
+        if part is None:
+            return
+        if len(value) * part.rules <= SHORT_LIST:
             for each in value:
-                part(each)
+                part.check(each, later)
+        else:
+            later.append(_Elements(value, *part))
 
-    return check
+    return _Compiled(check, SHORT_LIST)
 
 
 def _leaf_check(rule: FieldRule) -> Check:
@@ -311,7 +410,7 @@ def _leaf_check(rule: FieldRule) -> Check:
     if rule.do is Action.MASK:
         whole = len(MASK) + rule.last
 
-        def masked(value: Any) -> None:
+        def masked(value: Any, later: Later) -> None:
             if value != MASK and not (
                 rule.last and isinstance(value, str) and value.startswith(MASK) and len(value) == whole
             ):
@@ -325,7 +424,7 @@ def _leaf_check(rule: FieldRule) -> Check:
     )
     matches = re.compile(shape, re.ASCII).fullmatch
 
-    def digest(value: Any) -> None:
+    def digest(value: Any, later: Later) -> None:
         if value is not None and (not isinstance(value, str) or matches(value) is None):
             _refuse(f"The field {field} is not a digest, as the terms say.")
 

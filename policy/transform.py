@@ -1,7 +1,8 @@
 """Field rules on JSON records: what of a record crosses a border, and in which form.
 
 A `TransformSpec` is data: it is part of a grant's terms and is signed with them. `compile_transform` compiles it into a function
-once; per record there is one JSON decode, the rules, one JSON encode.
+once; per record there is one JSON decode, the rules, one JSON encode. A record of 30 kB may hold 16,384 values with a rule for each, so what is done for a long one
+is a generator (`Transform.steps`): elements of lists are changed some at a time, after all else of the record.
 
 Rules: `keep`, `drop`, `mask`, `hash` (HMAC-SHA256 under the region's key: equal values stay equal wherever they
 go) and `pseudonymize` (HMAC-SHA256 under a key derived for one scope, so two destinations cannot join theirs).
@@ -22,10 +23,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import math
 import re
-from base64 import urlsafe_b64encode
+from binascii import b2a_base64
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Final, NamedTuple
@@ -34,6 +35,7 @@ import msgspec
 
 from felix.batch import HEADERS_MAX, Buffer
 from felix.errors import RequestError
+from felix.steps import Steps, finished
 from policy.fieldpath import EACH, FieldPath
 from policy.predicate import compile_predicate, parse_predicate, paths
 
@@ -45,7 +47,17 @@ VALUES_MAX: Final = 16_384
 """Commas and opening brackets of a record, outside of its texts: the number of values that it may have. More would block code
 that checks them one by one; records come from outside, and an event loop waits.
 """
+LONG_DIGITS_MAX: Final = 65_536
+"""Digits of a record in whole numbers of LONG_NUMBER digits and more: reading and writing one takes time by the square of its length, and 260 of 4,000 digits half of a tenth of a second."""
+LONG_NUMBER: Final = 400
+"""Digits of a long number: one of the greatest numbers that most readers take (IEEE 754, binary64) has 309."""
 RULES_MAX: Final = 256
+STEP_RULES: Final = 256
+"""How often rules are applied in one step: a millisecond or two."""
+SHORT_LIST: Final = 4
+"""Rules that are applied to a list's elements at once, rather than later: most lists are short."""
+STEP_BYTES: Final = 32 << 10
+"""Bytes of a record above which it is decoded, checked, changed and encoded in a step each: a MiB takes some milliseconds for each of them."""
 KEY_BYTES_MIN: Final = 32
 DIGEST_BYTES_MIN: Final = 8
 """Below 64 bits, two of some 10^9 values would share a pseudonym by chance."""
@@ -358,21 +370,56 @@ def _kind(value: object) -> str:
     return "nothing (null)" if value is None else "a number"
 
 
+_URL_SAFE: Final = bytes.maketrans(b"+/", b"-_")
+
+
 def _encoder(encoding: Encoding, digest_bytes: int) -> Callable[[bytes], str]:
     if encoding is Encoding.HEX:
         return lambda digest: digest[:digest_bytes].hex()
-    return lambda digest: urlsafe_b64encode(digest[:digest_bytes]).rstrip(b"=").decode("ascii")
+    # RFC 4648, section 5, without padding.
+    chars = (digest_bytes * 4 + 2) // 3
+    return lambda digest: (
+        b2a_base64(digest[:digest_bytes], newline=False)[:chars].translate(_URL_SAFE).decode("ascii")
+    )
 
 
-Leaf = Callable[[Any], Any]
+class _Elements(NamedTuple):
+    """Elements of a list that are still to be changed."""
+
+    done: list[Any]
+    """where they go"""
+    left: list[Any]
+    change: Change
+    rules: int
+    """that are applied to each, lists below it left out; at least 1"""
 
 
-def _leaf(rule: FieldRule, macs: Mapping[Action, _Hmac]) -> Leaf:
+Later = deque[_Elements]
+"""Lists of one record whose elements are still to be changed. Whoever changes a value puts those below it here."""
+Change = Callable[[Any, Later], Any]
+
+
+def _change_elements(later: Later) -> Steps[None]:
+    """Do what is left, and what that leaves. Raises _Refuse."""
+    room = STEP_RULES
+    while later:
+        done, left, change, rules = later.popleft()
+        at_once = max(1, STEP_RULES // rules)
+        for at in range(0, len(left), at_once):
+            some = left[at : at + at_once]
+            done += [change(part, later) for part in some]
+            room -= len(some) * rules
+            if room <= 0:
+                room = STEP_RULES
+                yield
+
+
+def _leaf(rule: FieldRule, macs: Mapping[Action, _Hmac]) -> Change:
     field = rule.field
     if rule.do is Action.MASK:
         last = rule.last
 
-        def mask(value: Any) -> Any:
+        def mask(value: Any, later: Later) -> Any:
             if not last:
                 return MASK
             text = _text_of(value, field) if value is not None else ""
@@ -383,7 +430,7 @@ def _leaf(rule: FieldRule, macs: Mapping[Action, _Hmac]) -> Leaf:
     digest = macs[rule.do].digest
     encode = _encoder(rule.encoding, rule.digest_bytes)
 
-    def replace(value: Any) -> Any:
+    def replace(value: Any, later: Later) -> Any:
         if value is None:
             return None
         return encode(digest(_text_of(value, field).encode()))
@@ -391,16 +438,23 @@ def _leaf(rule: FieldRule, macs: Mapping[Action, _Hmac]) -> Leaf:
     return replace
 
 
-Step = Callable[[dict[str, Any]], None]
+Step = Callable[[dict[str, Any], Later], None]
 
 
-def _compile_object(
-    tree: RuleTree, kept: bool, macs: Mapping[Action, _Hmac], where: str
-) -> Callable[[Any], dict[str, Any]]:
+class _Compiled(NamedTuple):
+    """What is done with a value that has rules below it."""
+
+    change: Change
+    rules: int
+    """that it applies at once, at most: those of elements of lists that are longer than SHORT_LIST come later"""
+
+
+def _compile_object(tree: RuleTree, kept: bool, macs: Mapping[Action, _Hmac], where: str) -> _Compiled:
     """A function that takes an object (anything else is refused) and gives what crosses of it."""
     steps: list[Step] = []
     named: set[str] = set()
     demanded: list[str] = []
+    rules = 1
     for name, node in tree.members.items():
         field = str(FieldPath((name,))) if not where else f"{where}.{FieldPath((name,))}"
         below = kept or (node.rule is not None and node.rule.do is Action.KEEP)
@@ -413,15 +467,16 @@ def _compile_object(
         if node.rule is not None and node.rule.do is Action.DROP:
             steps.append(_drop(name, field, node.rule.missing is Missing.WITHHOLD))
         elif node.children:
-            change = _compile_inner(node, below, macs, field)
-            steps.append(_change(name, field, change, node.strict(), container=True))
+            inner = _compile_inner(node, below, macs, field)
+            rules += inner.rules
+            steps.append(_change(name, field, inner.change, node.strict(), container=True))
         elif node.rule is not None and node.rule.do is not Action.KEEP:
             strict = node.rule.missing is Missing.WITHHOLD
             steps.append(_change(name, field, _leaf(node.rule, macs), strict, container=False))
         elif node.strict():
             demanded.append(name)
 
-    def run(value: Any) -> dict[str, Any]:
+    def run(value: Any, later: Later) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise _Refuse(f"{where or 'the record'} holds {_kind(value)}, where a rule expects an object.")
         for name in demanded:
@@ -429,32 +484,39 @@ def _compile_object(
                 raise _Refuse(f"{where + '.' if where else ''}{FieldPath((name,))} is missing.")
         crossing = value if kept else {name: part for name, part in value.items() if name in named}
         for step in steps:
-            step(crossing)
+            step(crossing, later)
         return crossing
 
-    return run
+    return _Compiled(run, rules + len(steps) + len(demanded))
 
 
-def _compile_inner(tree: RuleTree, kept: bool, macs: Mapping[Action, _Hmac], where: str) -> Leaf:
+def _compile_inner(tree: RuleTree, kept: bool, macs: Mapping[Action, _Hmac], where: str) -> _Compiled:
     """What is to be done with one value that has rules below it: an object, or every element of a list."""
     if tree.each is None:
         return _compile_object(tree, kept, macs, where)
     node, field = tree.each, f"{where}{EACH}"
     drops = node.rule is not None and node.rule.do is Action.DROP
     below = kept or (node.rule is not None and node.rule.do is Action.KEEP)
+    each: _Compiled | None = None
     if node.children:
-        change: Leaf = _compile_inner(node, below, macs, field)
+        each = _compile_inner(node, below, macs, field)
     elif node.rule is not None and node.rule.do not in (Action.DROP, Action.KEEP):
-        change = _leaf(node.rule, macs)
-    else:
-        change = _as_is
+        each = _Compiled(_leaf(node.rule, macs), 1)
 
-    def run(value: Any) -> list[Any]:
+    def run(value: Any, later: Later) -> list[Any]:
         if not isinstance(value, list):
             raise _Refuse(f"{where} holds {_kind(value)}, where a rule expects a list.")
-        return [] if drops else [change(part) for part in value]
+        if drops:
+            return []
+        if each is None or not value:
+            return value
+        if len(value) * each.rules <= SHORT_LIST:
+            return [each.change(part, later) for part in value]
+        done = list[Any]()
+        later.append(_Elements(done, value, *each))
+        return done
 
-    return run
+    return _Compiled(run, SHORT_LIST)
 
 
 def _as_is(value: Any) -> Any:
@@ -462,7 +524,7 @@ def _as_is(value: Any) -> Any:
 
 
 def _drop(name: str, field: str, strict: bool) -> Step:
-    def drop(record: dict[str, Any]) -> None:
+    def drop(record: dict[str, Any], later: Later) -> None:
         if name in record:
             del record[name]
         elif strict:
@@ -471,8 +533,8 @@ def _drop(name: str, field: str, strict: bool) -> Step:
     return drop
 
 
-def _change(name: str, field: str, change: Leaf, strict: bool, container: bool) -> Step:
-    def apply(record: dict[str, Any]) -> None:
+def _change(name: str, field: str, change: Change, strict: bool, container: bool) -> Step:
+    def apply(record: dict[str, Any], later: Later) -> None:
         if name not in record:
             if strict:
                 raise _Refuse(f"{field} is missing.")
@@ -483,7 +545,7 @@ def _change(name: str, field: str, change: Leaf, strict: bool, container: bool) 
             if strict:
                 raise _Refuse(f"{field} holds nothing, and a rule below it needs its field.")
             return
-        record[name] = change(value)
+        record[name] = change(value, later)
 
     return apply
 
@@ -508,30 +570,41 @@ def has_too_many_values(data: bytes) -> bool:
     brackets = data.count(b"[") + data.count(b"{")
     if brackets + data.count(b",") <= VALUES_MAX:
         return False
+    outside = _outside(data)
+    return outside is None or outside.count(b",") + outside.count(b"[") + outside.count(b"{") > VALUES_MAX
+
+
+def _outside(data: bytes) -> bytes | None:
+    """A JSON text without its texts; None where those are more than VALUES_MAX values have."""
     texts = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Of names and values, a comma or a bracket has one each before it.
     if texts.count(b'"') > 4 * VALUES_MAX + 1:
+        return None
+    return b" ".join(texts.split(b'"')[::2])
+
+
+_DIGITS: Final = bytes(ord("0") if chr(each).isdigit() and each < 128 else ord(" ") for each in range(256))
+
+
+def has_too_long_numbers(data: bytes) -> bool:
+    """Whether a JSON text has more than LONG_DIGITS_MAX digits in long numbers, found before it is decoded."""
+    if len(data) <= LONG_DIGITS_MAX or b"0" * LONG_NUMBER not in data.translate(_DIGITS):
+        return False
+    outside = _outside(data)
+    if outside is None:
         return True
-    outside = b"".join(texts.split(b'"')[::2])
-    return outside.count(b",") + outside.count(b"[") + outside.count(b"{") > VALUES_MAX
+    numbers = outside.translate(_DIGITS).split()
+    return sum(len(each) for each in numbers if len(each) >= LONG_NUMBER) > LONG_DIGITS_MAX
 
 
-def _has_duplicates(data: bytes) -> bool:
-    """Exact, and slow: for records with escapes, where counting colons does not answer."""
-
-    def pairs(members: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(members)
-        if len(found) != len(members):
-            raise _Refuse
-        return found
-
-    try:
-        json.loads(data, object_pairs_hook=pairs)
-    except _Refuse:
-        return True
-    except ValueError:
-        raise _Refuse("the record is not valid JSON.") from None
-    return False
+def _colons(data: bytes) -> int:
+    """Of a JSON text: between names and values, and in texts, however they are written there."""
+    count = data.count(b":")
+    if b"\\u003" in data:
+        # A backslash that another one escapes escapes nothing.
+        escapes = data.replace(b"\\\\", b"")
+        count += escapes.count(b"\\u003a") + escapes.count(b"\\u003A")
+    return count
 
 
 def _number(text: str) -> float:
@@ -550,10 +623,38 @@ _encode: Final = msgspec.json.Encoder().encode
 def _read(payload: Buffer) -> dict[str, Any]:
     """The record as decoded JSON. Raises _Refuse with the reason."""
     data = bytes(payload)
+    if len(data) > VALUES_MAX:
+        # A shorter one has not as many of anything.
+        _check_text(data)
+    record = _decode(data)
+    _check_members(record, data)
+    return record
+
+
+def _read_long(payload: Buffer) -> Steps[dict[str, Any]]:
+    """As `_read`, of a long record."""
+    data = bytes(payload)
+    _check_text(data)
+    yield
+    record = _decode(data)
+    yield
+    _check_members(record, data)
+    yield
+    return record
+
+
+def _check_text(data: bytes) -> None:
     if len(data) > RECORD_BYTES_MAX:
         raise _Refuse(f"the record is {len(data)} bytes; {RECORD_BYTES_MAX} are allowed.")
     if has_too_many_values(data):
         raise _Refuse(f"the record has more than {VALUES_MAX} values.")
+    if has_too_long_numbers(data):
+        raise _Refuse(
+            f"the record has more than {LONG_DIGITS_MAX} digits in numbers of {LONG_NUMBER} and more."
+        )
+
+
+def _decode(data: bytes) -> dict[str, Any]:
     try:
         record = decode_json(data)
     except RecursionError:
@@ -562,15 +663,31 @@ def _read(payload: Buffer) -> dict[str, Any]:
         raise _Refuse("the record is not valid JSON.") from None
     if not isinstance(record, dict):
         raise _Refuse(f"the record is {_kind(record)}, not a JSON object.")
+    return record
+
+
+def _check_members(record: dict[str, Any], data: bytes) -> None:
     if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):
         raise _Refuse(f"the record is nested deeper than {DEPTH_MAX} levels.")
-    # The decoder keeps the last of two equal keys. What it kept, encoded again, has one colon for each member and
-    # the colons within texts; the input has those and one more for each member that was overwritten. Only an
-    # escape (\u003a) could hide a colon, so records with such escapes are looked at the slow way.
-    duplicates = _has_duplicates(data) if b"\\u" in data else data.count(b":") != _encode(record).count(b":")
-    if duplicates:
+    # The decoder keeps the last of two equal names. What it kept, encoded again, has one colon for each member and the
+    # colons within texts; the input has those, and more for each member that was overwritten.
+    try:
+        kept = _encode(record).count(b":")
+    except (msgspec.MsgspecError, ValueError, OverflowError):
+        # A number of thousands of digits: decoded, but not to be written again.
+        raise _Refuse("the record holds a value that cannot be written again.") from None
+    if _colons(data) != kept:
         raise _Refuse("the record has the same key twice in one object.")
-    return record
+
+
+def _written(crossing: dict[str, Any]) -> bytes | Withheld:
+    try:
+        output = _encode(crossing)
+    except (msgspec.MsgspecError, ValueError, OverflowError):
+        return Withheld("the record holds a value that cannot be written again.")
+    if len(output) > RECORD_BYTES_MAX:
+        return Withheld(f"the transformed record is {len(output)} bytes; {RECORD_BYTES_MAX} are allowed.")
+    return output
 
 
 class FieldOutcome(NamedTuple):
@@ -598,7 +715,7 @@ class Transform:
     No call raises, whatever the bytes. Not bound to a loop or a thread: it keeps no state between records.
     """
 
-    __slots__ = ("_key", "_protective", "_run", "_test", "_test_paths", "_tree", "spec")
+    __slots__ = ("_json", "_key", "_protective", "_run", "_test", "_test_paths", "_tree", "spec")
 
     def __init__(self, spec: TransformSpec, key: bytes, scope: str) -> None:
         if len(key) < KEY_BYTES_MIN:
@@ -609,7 +726,8 @@ class Transform:
             Action.PSEUDONYMIZE: _Hmac(hmac.digest(key, _PSEUDONYM_CONTEXT + scope.encode(), "sha256")),
         }
         self._tree = rule_tree(spec)
-        self._run = _compile_object(self._tree, not spec.is_allowlist, macs, "")
+        self._json = spec.format is Format.JSON
+        self._run = _compile_object(self._tree, not spec.is_allowlist, macs, "").change
         self._protective = any(rule.do is not Action.KEEP for rule in spec.fields) or spec.is_allowlist
         predicate = parse_predicate(spec.filter) if spec.filter else None
         self._test = compile_predicate(predicate) if predicate else None
@@ -626,46 +744,42 @@ class Transform:
 
     def __call__(self, payload: Buffer) -> bytes | Withheld | FilteredOut:
         """The payload that crosses."""
-        if self.spec.format is Format.OPAQUE:
-            return bytes(payload)
-        try:
-            return self._apply(_read(payload))
-        except _Refuse as refusal:
-            return Withheld(str(refusal))
-
-    def _apply(self, record: dict[str, Any], key: bytes | None = None) -> bytes | Withheld | FilteredOut:
-        if self._test is not None:
-            answer = self._test(record)
-            if answer is None:
-                reason = f"the filter cannot be decided: it looks at {self._test_paths}, and not all are as it expects."
-                return Withheld(reason)
-            if not answer:
-                return FilteredOut()
-        if key is not None and self.spec.key is KeyRule.KEEP and self._protective:
-            self._refuse_shown(key, record)
-        try:
-            output = _encode(self._run(record))
-        except (msgspec.MsgspecError, ValueError, OverflowError):
-            # A number of thousands of digits: decoded, but not to be written again.
-            return Withheld("the record holds a value that cannot be written again.")
-        if len(output) > RECORD_BYTES_MAX:
-            return Withheld(f"the transformed record is {len(output)} bytes; {RECORD_BYTES_MAX} are allowed.")
-        return output
+        result = self.record(None, {}, payload)
+        return result.payload if isinstance(result, Crossing) else result
 
     def record(
         self, key: Buffer | None, headers: Mapping[str, bytes], payload: Buffer
     ) -> Crossing | Withheld | FilteredOut:
-        """What crosses of a whole record. An empty payload with a key (a tombstone) crosses by its key alone."""
+        """What crosses of a whole record."""
+        return finished(self.steps(key, headers, payload))
+
+    def steps(
+        self, key: Buffer | None, headers: Mapping[str, bytes], payload: Buffer
+    ) -> Steps[Crossing | Withheld | FilteredOut]:
+        """As `record`, with steps of some milliseconds. An empty payload with a key (a tombstone) crosses by its key alone."""
         plain_key = bytes(key) if key is not None else None
-        if self.spec.format is Format.OPAQUE:
-            output: bytes | Withheld | FilteredOut = bytes(payload)
+        output: bytes | Withheld | FilteredOut
+        if not self._json:
+            output = bytes(payload)
         elif not len(payload) and plain_key is not None:
             output = self._tombstone()
         else:
+            is_long = len(payload) > STEP_BYTES
             try:
-                output = self._apply(_read(payload), plain_key)
+                record = (yield from _read_long(payload)) if is_long else _read(payload)
+                if self._test is not None and (stays := self._filtered(record)) is not None:
+                    return stays
+                if plain_key is not None and self.spec.key is KeyRule.KEEP and self._protective:
+                    yield from self._refuse_shown(plain_key, record)
+                later = Later()
+                crossing = self._run(record, later)
+                if later:
+                    yield from _change_elements(later)
             except _Refuse as refusal:
                 return Withheld(str(refusal))
+            if is_long:
+                yield
+            output = _written(crossing)
         if not isinstance(output, bytes):
             return output
         return Crossing(
@@ -673,6 +787,14 @@ class Transform:
             self._headers(headers) if headers else {},
             output,
         )
+
+    def _filtered(self, record: dict[str, Any]) -> Withheld | FilteredOut | None:
+        assert self._test is not None
+        answer = self._test(record)
+        if answer is None:
+            reason = f"the filter cannot be decided: it looks at {self._test_paths}, and not all are as it expects."
+            return Withheld(reason)
+        return None if answer else FilteredOut()
 
     def _tombstone(self) -> bytes | Withheld:
         """Deletions must reach the destination, but only where the key itself shows nothing."""
@@ -688,13 +810,16 @@ class Transform:
             crossing[TRACE_HEADER] = trace
         return crossing
 
-    def _refuse_shown(self, key: bytes, record: dict[str, Any]) -> None:
+    def _refuse_shown(self, key: bytes, record: dict[str, Any]) -> Steps[None]:
         """Raises _Refuse where a key that is kept shows what a rule protects.
 
         A dropped number is not compared: small numbers meet by chance, and the key would cross or not by luck.
         """
         text = key.decode("utf-8", "replace")
-        for rule, value in _protected(self._tree, record, not self.spec.is_allowlist):
+        protected = _protected(self._tree, record, not self.spec.is_allowlist)
+        for at, (rule, value) in enumerate(protected, 1):
+            if at % STEP_RULES == 0:
+                yield
             if isinstance(value, str):
                 shown = value == text or (len(value) >= CONTAINED_CHARS_MIN and value in text)
                 shown = shown and bool(value)
@@ -709,7 +834,7 @@ class Transform:
         """What `record` would do, field by field, for a person in the source region: values are shown."""
         result = self.record(key, headers, payload)
         try:
-            before = _read(payload) if self.spec.format is Format.JSON and len(payload) else {}
+            before = _read(payload) if self._json and len(payload) else {}
         except _Refuse:
             before = {}
         after = decode_json(result.payload) if isinstance(result, Crossing) and before else None

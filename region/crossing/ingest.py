@@ -73,6 +73,7 @@ from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.provenance import path_sha256
 from felix.session import CreditWindow
+from felix.steps import Steps
 from felix.tasks import TaskSet
 from keys.hybrid import HybridKeyPair
 from keys.link import commitment_secret
@@ -92,7 +93,7 @@ from policy.truncation import Live
 from region.broker import Broker
 from region.crossing.arrivals import LeafQueue, encode_arrival, notes_from, settle
 from region.crossing.grant_meter import GrantMeter
-from region.crossing.inspected import Inspected, Steps, inspect
+from region.crossing.inspected import Inspected, inspect
 from region.crossing.landings import Landing, Landings
 from region.crossing.link_slot import (
     ENVELOPES_MAX,

@@ -12,9 +12,9 @@ Callers: region.crossing.ingest.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import zstandard
 from msgspec import structs
@@ -24,6 +24,7 @@ from felix.batch import BATCH_BYTES_MAX, FLAG_ZSTD, Batch, compressed_with, deco
 from felix.errors import RequestError
 from felix.peer import Peer
 from felix.provenance import PathUnion
+from felix.steps import Steps
 from keys.transfer import TransferEnvelope, TransferKey, open_envelope
 from policy.inspection import Inspection
 
@@ -42,10 +43,6 @@ COMPRESS_BETTER_STEP_BYTES: Final = 16 << 10
 """The same at that level."""
 FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX - 256
 """Of a batch that a stream takes: there is room for its header and its seal."""
-
-T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""Work that ends with a result; between two steps others may have their turn."""
 
 
 class Inspected(NamedTuple):
@@ -88,10 +85,10 @@ def inspect(
     stepped = 0
     union = PathUnion()
     entries = iter_packed(offsets, batch.header.append_time_ms, columns, committer)
-    check = inspection.record
+    check = inspection.steps
     for at, (offset, (record_key, headers, payload)) in enumerate(zip(offsets, columns.rows(), strict=True)):
         try:
-            union.add(check(record_key, headers, payload))
+            union.add((yield from check(record_key, headers, payload)))
         except RequestError as error:
             raise _at(error, offset) from None
         size += len(record_key) + len(headers) + len(payload)
@@ -109,7 +106,7 @@ def inspect(
     return Inspected(batch, len(packed), size, tuple(parts), digest.digest(), path, offsets)
 
 
-def _compress(batch: Batch) -> Generator[None, None, Batch]:
+def _compress(batch: Batch) -> Steps[Batch]:
     """The batch with its body compressed; as it is where that does not make it shorter. Of a body that a bridge of this release sent some frame is short enough for a batch: the one that it made."""
     body = memoryview(batch.body)
     shortest = yield from _squeezed(body, COMPRESS_LEVEL, COMPRESS_STEP_BYTES)
@@ -123,7 +120,7 @@ def _compress(batch: Batch) -> Generator[None, None, Batch]:
     return compressed_with(batch, shortest) if len(shortest) < len(body) else batch
 
 
-def _squeezed(body: memoryview, level: int, step_bytes: int) -> Generator[None, None, bytes]:
+def _squeezed(body: memoryview, level: int, step_bytes: int) -> Steps[bytes]:
     """One zstd frame, made step by step."""
     into = zstandard.ZstdCompressor(level=level).compressobj(size=len(body))
     pieces = []

@@ -318,7 +318,8 @@ class Requests:
         )
         found = list(islice(seen, request.limit + 1))
         fence = self._broker.fence()
-        page = fitting(stream.describe(detail=True, fence=fence) for stream in found[: request.limit])
+        detail = not request.brief
+        page = fitting(stream.describe(detail=detail, fence=fence) for stream in found[: request.limit])
         return StreamPage(page, len(page) < len(found))
 
     def _sees(self, identity: SpiffeId, name: StreamName) -> bool:

@@ -47,9 +47,9 @@ async def test_headers_are_counted_committed_to_and_budgeted_by_an_honest_agent(
             await publisher.publish(b'{"id":%d}' % number, headers={"note": big})
     await mesh.grant(transform=build_spec(keep=["id"], headers=["note"]), budget_bytes=budget)
     async with mesh.agent() as agent:
-        workers = agent._workers
+        links = agent._links
         await until(
-            lambda: workers and all(c.phase is LinkPhase.STOPPED for c, _ in workers.values()),
+            lambda: links.workers and all(worker.phase is LinkPhase.STOPPED for worker in links.workers),
             "the budget's end",
         )
         await mesh.crossed(2)

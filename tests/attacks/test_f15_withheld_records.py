@@ -39,7 +39,7 @@ async def test_what_is_withheld_is_not_found_by_trying(mesh: Mesh, tally: Tally)
     async with mesh.agent() as agent:
         await mesh.crossed(10)
         # What the destination has: it opened the ingest stream's transfer key, and nothing else of the link.
-        (worker, _) = next(iter(agent._workers.values()))
+        (worker,) = agent._links.workers
         session = worker._session
         assert session is not None and session._route is not None
         key, secrets = session._route.key, session._secrets

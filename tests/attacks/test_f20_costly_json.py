@@ -11,9 +11,12 @@ import pytest
 from bridge_mesh import mesh_terms, two_regions
 from rogue_agent import Wild, granted, rogue_agent
 
-from felix.batch import Buffer
+from felix.batch import Buffer, encode_headers
 from felix.errors import Code
+from felix.provenance import PATH_HEADER
 from felix.runtime.real import now_ms
+from felix.steps import Steps as RecordSteps
+from felix.steps import finished
 from policy.inspection import Inspection, OutsideTermsError
 from policy.transform import VALUES_MAX, TransformSpec, Withheld, compile_transform, decode_json
 from region.crossing.inspected import STEP_BYTES, Steps, inspect
@@ -45,6 +48,9 @@ def inspection(tmp_path: Path) -> Inspection:
     return Inspection(mesh_terms(now_ms(), transform=TransformSpec()))
 
 
+HEADERS = encode_headers({PATH_HEADER: b"us-east"})
+
+
 def not_to_be_decoded(data: object) -> object:
     raise AssertionError("it was decoded")
 
@@ -56,7 +62,7 @@ def test_a_record_of_too_many_values_is_refused_before_it_is_decoded(
     monkeypatch.setattr("policy.inspection.decode_json", not_to_be_decoded)
     monkeypatch.setattr("policy.transform.decode_json", not_to_be_decoded)
     with pytest.raises(OutsideTermsError, match="more than 16384 values"):
-        inspection._check_payload(b"", COSTLY[what])
+        finished(inspection.steps(b"", HEADERS, COSTLY[what]))
     # The source's half says the same, so an honest agent never sends one.
     assert isinstance(compile_transform(TransformSpec(), b"k" * 32, "scope")(COSTLY[what]), Withheld)
     tally("records of too many values", 1)
@@ -81,11 +87,11 @@ def test_what_is_within_the_bound_crosses(inspection: Inspection) -> None:
     ):
         payload = b'{"a":"' + text + b'"}'
         assert transform(payload) == payload
-        inspection._check_payload(b"", payload)
+        finished(inspection.steps(b"", HEADERS, payload))
     most = b'{"a":[' + b",".join([b"0"] * (VALUES_MAX - 1)) + b"]}"
-    inspection._check_payload(b"", most)
+    finished(inspection.steps(b"", HEADERS, most))
     with pytest.raises(OutsideTermsError):
-        inspection._check_payload(b"", most.replace(b"]}", b",0]}"))
+        finished(inspection.steps(b"", HEADERS, most.replace(b"]}", b",0]}")))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -94,9 +100,11 @@ async def test_an_envelope_of_costly_records_is_looked_at_in_small_steps(
 ) -> None:
     """Between two steps others may have their turn; a step ends with the record that passes `STEP_BYTES`."""
     looked = longest = steps = 0
-    check = Inspection.record
+    check = Inspection.steps
 
-    def counting(self: Inspection, key: Buffer, headers: Buffer, payload: Buffer) -> tuple[str, ...]:
+    def counting(
+        self: Inspection, key: Buffer, headers: Buffer, payload: Buffer
+    ) -> RecordSteps[tuple[str, ...]]:
         nonlocal looked
         looked += len(payload)
         return check(self, key, headers, payload)
@@ -113,7 +121,7 @@ async def test_an_envelope_of_costly_records_is_looked_at_in_small_steps(
                 longest, steps, looked = max(longest, looked), steps + 1, 0
             yield
 
-    monkeypatch.setattr(Inspection, "record", counting)
+    monkeypatch.setattr(Inspection, "steps", counting)
     monkeypatch.setattr("region.crossing.ingest.inspect", stepping)
     async with two_regions(tmp_path) as mesh:
         grant = await granted(mesh)

@@ -49,9 +49,9 @@ async def test_a_grant_that_expires_while_a_key_is_waited_for_lets_nothing_cross
 
     monkeypatch.setattr(LinkSession, "_take_data_key", slow)
     async with mesh.agent() as agent:
-        workers = agent._workers
+        links = agent._links
         await until(
-            lambda: waits and all(c.phase is LinkPhase.STOPPED for c, _ in workers.values()),
+            lambda: waits and all(worker.phase is LinkPhase.STOPPED for worker in links.workers),
             "the link's end",
         )
         assert await mesh.arrived() == 0

@@ -12,7 +12,7 @@ import pytest
 from bridge_mesh import Mesh, flight, two_regions, until
 
 from audit.leaf import Kind
-from bridge.link_worker import LinkWorker
+from bridge import link_table
 from bridge.plan import UNFOUNDED_MAX
 from felix.errors import Code, RequestError
 from felix.messages import ReportLinks
@@ -59,16 +59,16 @@ async def test_an_agent_with_many_links_reports_them_part_by_part(
 
         monkeypatch.setattr(Governance, "documents", listed)
         # Of what would be a thousand links of some 270 bytes, here with fewer and longer ones.
-        report = LinkWorker.report
+        at_rest = link_table.state_at_rest
         monkeypatch.setattr(
-            LinkWorker,
-            "report",
-            lambda worker: msgspec.structs.replace(report(worker), reason="why " * 1_000),
+            link_table,
+            "state_at_rest",
+            lambda *about: msgspec.structs.replace(at_rest(*about), reason="why " * 1_000),
         )
         async with mesh.agent() as agent:
             await mesh.crossed(1)
             await until(lambda: len(agent.links()) == 1 + UNFOUNDED_MAX, "as many rows as are shown")
-            assert sum(task is not None for _, task in agent._workers.values()) == 1
+            assert len(agent._links.workers) == 1
             async with mesh.operator("us-east") as client:
 
                 async def board() -> bool:

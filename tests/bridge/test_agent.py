@@ -571,3 +571,42 @@ async def test_a_compacted_stream_does_not_cross_and_the_link_says_why(mesh: Mes
     async with mesh.agent() as agent:
         assert "is compacted" in (await state(agent, "denied")).reason
         assert await mesh.arrived() == 0
+
+
+async def test_streams_that_have_no_room_under_a_wildcard_grant_do_not_cross_and_status_says_so(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those made last, whatever their names; and of those that cross the lag is what their leaders say."""
+    monkeypatch.setattr("bridge.plan.SHARDS_MAX", 3)
+    for name in ("acme/ops/second", "acme/ops/first"):
+        await mesh.create(name, shards=2)
+        await mesh.publish([flight(number) for number in range(6)], name)
+        await asyncio.sleep(0.01)
+    async with mesh.operator("us-east") as client:
+        await client.put_rights(str(mesh.bridge_id), ["bridge-read acme/ops/*"])
+        grant = await mesh.grant(stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True)
+        async with mesh.agent() as agent:
+            await until(lambda: agent.counts() == (2, 3), "two links, and the grant's own")
+
+            async def reported() -> list[LinkState] | None:
+                links = await client.list_links()
+                return links if sum(each.crossed for each in links) == 6 else None
+
+            links = await until(reported, "a report of all that crossed")
+            assert await mesh.arrived("acme/ops/second") == 6
+            assert await mesh.arrived("acme/ops/first") == 0
+    assert {each.stream for each in links} == {"acme/ops/second", "acme/ops/*"}
+    own = next(each for each in links if each.stream == "acme/ops/*")
+    assert (own.grant, own.state) == (grant, "waiting")
+    assert "1 with 2 shards do not cross, those made last: acme/ops/first." in own.reason
+
+
+async def test_the_lag_under_a_pattern_is_what_the_streams_leader_says(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(6)])
+    await mesh.grant(stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True)
+    async with mesh.agent() as agent:
+        await until(
+            lambda: (held := link(agent)) is not None and (held.high_watermark, held.lag_records) == (6, 0),
+            "all crossed, and the link knows of it",
+        )

@@ -14,7 +14,7 @@ from departures import DAY, terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from audit.leaf import Kind, Leaf, encode_leaf, iter_entries, pack_entries
+from audit.leaf import Kind, Leaf, decode_leaf, encode_leaf, iter_entries, pack_entries
 from bridge.budget import rate_limit
 from bridge.crossing import (
     FILTERED,
@@ -28,7 +28,6 @@ from bridge.crossing import (
     SealedRange,
     Steps,
     compile_terms,
-    finished,
     open_sealed,
     range_entries,
     range_leaves,
@@ -59,6 +58,7 @@ from felix.errors import Code, TamperError
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.provenance import PATH_HEADER, UNION_REGIONS_MAX
+from felix.steps import finished
 from keys.authority import create_authority
 from keys.envelope import SEALABLE_BYTES_MAX, BatchSealer, DataKey
 from keys.key_id import KeyKind, new_key_id
@@ -80,7 +80,8 @@ APPENDED_MS = NOW - 5_000
 
 
 def leaves_of(sealed: SealedRange, route: Route) -> list[Leaf]:
-    return range_leaves(sealed, finished(range_entries(sealed, route)), route, NOW)
+    packed = finished(range_entries(sealed, route))
+    return [decode_leaf(each.data) for each in range_leaves(sealed, packed, route, NOW)]
 
 
 def export_of(wanted: GrantTerms) -> ExportGrant:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from random import Random
+from typing import Any, cast
 
 import pytest
 from approvers import roots, with_approvals
 from departures import DAY, terms
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bridge.agent import Agent
-from bridge.plan import PlannedLink, Verdict, plan_links
+import bridge.plan as plan_module
+from bridge.plan import (
+    NAMES_SAID,
+    SHARDS_MAX,
+    STEP_ROWS,
+    Fitting,
+    Known,
+    Plan,
+    PlannedLink,
+    Planner,
+    Verdict,
+    plan_links,
+)
+from bridge.source_streams import list_known
+from felix.connection import RegionConnection
 from felix.errors import Code
-from felix.messages import ListStreams, StreamPage, StreamState
+from felix.messages import ListStreams, ShardState, StreamPage, StreamState
 from felix.names import SpiffeId
 from felix.settings import Durability, Retention
+from felix.steps import finished
 from keys.signing import SigningKey
 from policy.grant import (
+    Attempt,
     DenyEntry,
     GrantBook,
     Standing,
@@ -237,22 +255,178 @@ def test_beyond_the_limit_no_later_stream_takes_the_place_of_an_earlier_one_nor_
     assert found == tuple(sorted(found, key=lambda row: row[:3]))
 
 
-async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+def made_at(created_ms: int, name: str, shards: int = 1) -> StreamState:
+    return replace(stream(name, shards)[name], created_ms=created_ms)
+
+
+def wildcard(first: str, **changes: Any) -> tuple[SignedDocument, SignedDocument, str]:
+    pattern = f"acme/ops/{first}*"
+    return halves(stream=pattern, destination_stream=pattern, wildcard=True, **changes)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_streams_of_one_grant_take_no_link_of_anothers_share(by_name: bool) -> None:
+    """Whoever may make the stream that a grant names, or streams that fit a pattern, chooses how many shards it has; and may have made it before all others."""
+    costly = halves(stream="acme/ops/aa", destination_stream="acme/ops/aa") if by_name else wildcard("a")
+    others = [wildcard(first) for first in "bc"]
+    made = (
+        made_at(NOW - 9, "acme/ops/aa", 256),
+        made_at(NOW - 2, "acme/ops/ba", 4),
+        made_at(NOW, "acme/ops/bb", 4),
+        made_at(NOW - 1, "acme/ops/ca", 1),
+    )
+    documents = [each for found in (costly, *others) for each in found[:2]]
+    found = rows(*documents, streams={each.stream: each for each in made}, links_max=15)
+    running = Counter(row.stream for row in found if row.verdict is Verdict.RUN)
+    assert running == {"acme/ops/aa": 9, "acme/ops/ba": 4, "acme/ops/bb": 1, "acme/ops/ca": 1}
+
+
+def taken(states: Iterable[StreamState]) -> Fitting:
+    fitting = Fitting()
+    for state in states:
+        fitting.take(state)
+    return fitting
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1, 3, 8])), max_size=14),
+    st.randoms(use_true_random=False),
+)
+def test_of_streams_that_fit_those_made_first_are_looked_at_however_they_are_listed(
+    made: list[tuple[int, int]], rng: Random
+) -> None:
+    states = [made_at(when, f"acme/ops/s{at}", shards) for at, (when, shards) in enumerate(made)]
+    rng.shuffle(states)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bridge.plan.STREAMS_MAX", 5)
+        patch.setattr("bridge.plan.SHARDS_MAX", 20)
+        fitting = taken(states)
+    ordered = sorted(states, key=lambda each: (each.created_ms, each.stream))
+    kept, shards = list[StreamState](), 0
+    for state in ordered:
+        shards += state.shards
+        if shards > 20 or len(kept) == 5:
+            break
+        kept.append(state)
+    left = ordered[len(kept) :]
+    assert fitting.names() == tuple(sorted(each.stream for each in kept))
+    assert (fitting.left, fitting.left_shards) == (len(left), sum(each.shards for each in left))
+    assert [name for _, name, _ in fitting.left_names] == [each.stream for each in left[:NAMES_SAID]]
+
+
+def test_streams_that_have_no_room_under_a_wildcard_grant_are_named_and_keep_none_of_anothers_out() -> None:
+    crowded, other = wildcard("a"), wildcard("z")
+    made = [made_at(NOW + number, f"acme/ops/a{number:03}", 256) for number in range(SHARDS_MAX // 256 + 9)]
+    made.append(made_at(NOW + 999, "acme/ops/zulu"))
+    found = rows(*crowded[:2], *other[:2], streams={each.stream: each for each in made})
+    assert len(found) == SHARDS_MAX + 2
+    (said,) = (row for row in found if row.stream == "acme/ops/a*")
+    assert (said.shard, said.verdict, said.code) == (-1, Verdict.WAIT, Code.LIMIT_STREAMS)
+    first = SHARDS_MAX // 256
+    names = ", ".join(f"acme/ops/a{number:03}" for number in range(first, first + 3))
+    assert said.reason.startswith(
+        f"Of the streams that fit acme/ops/a*, 9 with 2304 shards do not cross, those made last: {names} and 6 more."
+    )
+    assert "felix quota set" in said.reason
+    assert [row.verdict for row in found if row.stream == "acme/ops/zulu"] == [Verdict.RUN]
+    revoked = rows(
+        *crowded[:2], standing(crowded[2], StandingAction.REVOKE), streams={s.stream: s for s in made}
+    )
+    assert {row.verdict for row in revoked} == {Verdict.STOP}, "a grant that ended says nothing of room"
+
+
+def test_what_did_not_change_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = GrantBook(with_approvals(*wildcard("a")[:2]), TRUSTED, roots())
+    made = {each.stream: each for each in (made_at(n, f"acme/ops/a{n:02}", 256) for n in range(12))}
+    planner, asked, rows_made = Planner(BRIDGE, ["eu-west"]), list[str](), list[int]()
+    check, rows_of = GrantBook.check, plan_module._rows_of
+
+    def counted_check(self: GrantBook, attempt: Attempt, *rest: Any, **more: Any) -> Any:
+        asked.append(str(attempt.stream))
+        return check(self, attempt, *rest, **more)
+
+    def counted_rows(block: Any) -> Any:
+        rows_made.append(block.shards)
+        return rows_of(block)
+
+    monkeypatch.setattr(GrantBook, "check", counted_check)
+    monkeypatch.setattr(plan_module, "_rows_of", counted_rows)
+
+    def plan(now_ms: int = NOW) -> tuple[Plan, list[str], int]:
+        asked.clear()
+        rows_made.clear()
+        found = finished(planner.plan(book, Known(made), now_ms))
+        return found, sorted(asked), sum(rows_made)
+
+    first, streams, count = plan()
+    assert (streams, count) == (sorted(made), 12 * 256)
+    again, streams, count = plan(NOW + 1)
+    assert (streams, count) == ([], 0)
+    assert all(again[place] is rows for place, rows in first.items())
+    made["acme/ops/a99"] = made_at(99, "acme/ops/a99", 2)
+    _, streams, count = plan(NOW + 2)
+    assert (streams, count) == (["acme/ops/a99"], 2)
+    ended, streams, count = plan(NOW + 10_000 * DAY)
+    assert len(streams) == len(made) and count == 12 * 256 + 2
+    assert {row.verdict for rows in ended.values() for row in rows} == {Verdict.STOP}
+
+
+def test_a_plan_is_made_in_steps_of_some_hundred_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = GrantBook(with_approvals(*wildcard("a")[:2]), TRUSTED, roots())
+    made = {each.stream: each for each in (made_at(n, f"acme/ops/a{n:02}", 256) for n in range(16))}
+    worked, longest = 0, 0
+    accepted = GrantBook.accepted_truncations
+
+    def counted(self: GrantBook, *about: Any) -> Any:
+        nonlocal worked
+        worked += 1
+        return accepted(self, *about)
+
+    monkeypatch.setattr(GrantBook, "accepted_truncations", counted)
+    steps = 0
+    for _ in Planner(BRIDGE, ["eu-west"]).plan(book, Known(made), NOW):
+        longest, worked, steps = max(longest, worked), 0, steps + 1
+    assert longest <= STEP_ROWS + 256 and steps >= 2 * 16 * 256 // (STEP_ROWS + 256)
+
+
+@pytest.mark.parametrize("limit", [3, 100])
+async def test_streams_are_listed_once_for_all_patterns_of_a_beginning_and_without_their_shards(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
     made = [f"acme/ops/a{number}" for number in range(5)] + [f"acme/ops/b{number}" for number in range(5)]
+    asked = list[ListStreams]()
 
     async def pages(_: Any, listed: ListStreams, *__: Any) -> AsyncIterator[StreamPage]:
+        asked.append(listed)
         for name in made:
             if name.startswith(listed.prefix):
-                yield StreamPage([stream(name)[name]])
+                shard = ShardState(0, 0, 0, 0, 0)
+                yield StreamPage([replace(stream(name)[name], state=[shard])])
 
-    monkeypatch.setattr("bridge.agent.pages", pages)
-    monkeypatch.setattr("bridge.agent.STREAMS_MAX", 3)
-    exports = [
-        halves(stream=f"acme/ops/{first}*", destination_stream=f"acme/ops/{first}*", wildcard=True)[0]
-        for first in "ab"
-    ]
-    source = SimpleNamespace(connection=lambda: None)
-    agent: Any = SimpleNamespace(
-        context=SimpleNamespace(bridge=BRIDGE, source=source), _book=GrantBook(exports, TRUSTED)
-    )
-    assert sorted(await Agent._streams(agent)) == [*made[:3], *made[5:8]]
+    monkeypatch.setattr("bridge.source_streams.pages", pages)
+    monkeypatch.setattr("bridge.source_streams.LISTED_MAX", limit)
+    exports = [wildcard(first)[0] for first in "ab"] + [wildcard("a", purpose="planning")[0]]
+    book, connection = GrantBook(exports, TRUSTED), cast(RegionConnection, None)
+    known = await list_known(connection, book, BRIDGE, {})
+    assert sorted(known.streams) == [*made[: min(limit, 5)], *made[5 : 5 + limit]]
+    assert not any(state.state for state in known.streams.values()), "its leader alone knows of a shard"
+    assert sorted(each.prefix for each in asked) == ["acme/ops/a", "acme/ops/b"]
+    assert all(each.brief for each in asked)
+    said = [kept.said("acme/ops/a*") for kept in known.fitting.values()]
+    assert all("are not looked at" in each for each in said) if limit < 5 else not any(said)
+
+
+async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [made_at(n, f"acme/ops/{first}{n}") for first in "ab" for n in range(5)]
+
+    async def pages(_: Any, listed: ListStreams, *__: Any) -> AsyncIterator[StreamPage]:
+        for state in made:
+            if state.stream.startswith(listed.prefix):
+                yield StreamPage([state])
+
+    monkeypatch.setattr("bridge.source_streams.pages", pages)
+    monkeypatch.setattr("bridge.plan.STREAMS_MAX", 3)
+    book = GrantBook([wildcard(first)[0] for first in "ab"], TRUSTED)
+    known = await list_known(cast(RegionConnection, None), book, BRIDGE, {})
+    assert sorted(known.streams) == [each.stream for each in (*made[:3], *made[5:8])]

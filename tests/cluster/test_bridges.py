@@ -53,6 +53,21 @@ async def test_what_is_led_by_brokers_without_the_audit_log_crosses_and_reconcil
     assert mesh.verify_egress().ok and mesh.verify_ingress().ok
 
 
+async def test_the_lag_under_a_pattern_is_what_the_broker_says_that_leads_the_stream(tmp_path: Path) -> None:
+    async with two_clusters(tmp_path) as mesh:
+        await mesh.clusters["us-east"].drain("b1")
+        await mesh.create()
+        await mesh.publish([flight(number) for number in range(RECORDS)])
+        await mesh.grant(stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True)
+        assert mesh.leader("us-east") != "b1"
+        async with mesh.agent() as agent:
+            await mesh.crossed(RECORDS)
+            await until(
+                lambda: [(link.high_watermark, link.lag_records) for link in agent.links()] == [(RECORDS, 0)],
+                "how far the stream goes",
+            )
+
+
 async def test_behind_a_revocation_stands_nothing_of_before_whoever_leads(tmp_path: Path) -> None:
     async with two_clusters(tmp_path) as mesh:
         for cluster in mesh.clusters.values():

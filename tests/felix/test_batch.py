@@ -15,10 +15,13 @@ from felix.batch import (
     FLAG_ZSTD,
     HEADER_BYTES,
     PLAIN_BYTES_MAX,
+    STEP_PARTS,
     Batch,
     BatchHeader,
     NewRecord,
+    Parts,
     batch_of,
+    batch_steps,
     body_checksum,
     decode_batch,
     decode_header,
@@ -30,6 +33,7 @@ from felix.batch import (
     encode_parts,
 )
 from felix.errors import Code, RequestError
+from felix.steps import finished
 
 HEADERS = st.dictionaries(st.text(min_size=1, max_size=20), st.binary(max_size=40), max_size=4)
 RECORD = st.builds(
@@ -155,3 +159,31 @@ def test_parts_are_the_records_as_they_stand(records: list[NewRecord]) -> None:
     assert batch_of(encode_parts(records)).encode() == batch.encode()
     backwards = list(reversed(range(len(records))))
     assert [tuple(map(bytes, row)) for row in parts.chosen(backwards).rows()] == again[::-1]
+
+
+@pytest.mark.parametrize("records", [1, STEP_PARTS, STEP_PARTS + 1, 3 * STEP_PARTS + 7])
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("compress", [0, 1])
+def test_a_batch_that_is_made_in_steps_is_the_same(records: int, keyed: bool, compress: int) -> None:
+    payloads = [b"%d" % number for number in range(records)]
+    parts = Parts(payloads, [b"k"] * records if keyed else None, [b"hh"] * records if keyed else None)
+    steps = batch_steps(parts, shard=3, compress=compress)
+    taken = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            made = ended.value
+            break
+        taken += 1
+    assert made == batch_of(parts, shard=3, compress=compress)
+    assert taken >= (records // STEP_PARTS if records > STEP_PARTS else 0)
+
+
+def test_a_batch_that_is_too_long_is_not_put_together_in_steps() -> None:
+    records = STEP_PARTS + 1
+    parts = Parts([b"x" * 200] * records, None, [b"y" * 400] * records)
+    for make in (lambda: batch_of(parts), lambda: finished(batch_steps(parts))):
+        with pytest.raises(RequestError) as refused:
+            make()
+        assert refused.value.code is Code.BATCH_TOO_LARGE

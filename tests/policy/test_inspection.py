@@ -16,6 +16,7 @@ from felix.errors import RequestError
 from policy.inspection import Inspection, OutsideTermsError
 from policy.terms import Basis, GrantTerms
 from policy.transform import (
+    STEP_RULES,
     Action,
     Crossing,
     Encoding,
@@ -24,6 +25,7 @@ from policy.transform import (
     KeyRule,
     Missing,
     TransformSpec,
+    build_spec,
     compile_transform,
 )
 
@@ -240,3 +242,26 @@ def test_opaque_payloads_are_not_read() -> None:
     inspection = Inspection(terms(TransformSpec(format=Format.OPAQUE)))
     for payload in (b"", b"\xff", b"{"):
         inspection.record(b"A" * 22, encode_headers(PATH), payload)
+
+
+@pytest.mark.parametrize(
+    ("fields", "element", "count"),
+    [
+        (["a[]"], "AAAAAAAAAAAAAAAAAAAAAA", 16_000),
+        (["a[][]"], ["AAAAAAAAAAAAAAAAAAAAAA"], 8_000),
+        ([f"a[].b{number}" for number in range(250)], {}, 8_000),
+        ([f"a[].b{number}" for number in range(120)], {"b7": "AAAAAAAAAAAAAAAAAAAAAA"}, 8_000),
+    ],
+)
+def test_a_record_of_many_values_is_inspected_some_at_a_time(
+    fields: list[str], element: Any, count: int
+) -> None:
+    spec = build_spec(pseudonymize=fields, missing=Missing.OK)
+    data = json.dumps({"a": [element] * count}, separators=(",", ":")).encode()
+    checked = Inspection(terms(spec)).steps(b"", encode_headers(PATH), data)
+    assert sum(1 for _ in checked) >= count * len(fields) // (2 * STEP_RULES)
+    wrong = (
+        data.replace(b"]}", b",1]}") if not isinstance(element, dict) else data.replace(b"]}", b',{"b0":1}]}')
+    )
+    with pytest.raises(OutsideTermsError):
+        Inspection(terms(spec)).record(b"", encode_headers(PATH), wrong)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,11 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_runs import count
 
+import policy.transform as transform_module
 from felix.errors import RequestError
+from felix.steps import Steps
 from policy.fieldpath import FieldPath
 from policy.lineage import EFFECTS, field_lineage
 from policy.transform import (
+    LONG_DIGITS_MAX,
+    LONG_NUMBER,
     RECORD_BYTES_MAX,
+    STEP_RULES,
+    VALUES_MAX,
     Action,
     Crossing,
     Encoding,
@@ -534,3 +541,116 @@ def test_the_duplicate_check_is_exact(record: dict[str, str], ascii_only: bool) 
         name = json.dumps(next(iter(record)), ensure_ascii=not ascii_only)
         doubled = data[:-1] + f', {name}: "x"}}'.encode()
         assert transform(doubled) == Withheld("the record has the same key twice in one object.")
+
+
+def stepped(steps: Steps[Any], count: Callable[[], int]) -> tuple[Any, int, int]:
+    """What they end with; how many there are, and the most that one of them does by `count`."""
+    done, longest, number = count(), 0, 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value, number + 1, max(longest, count() - done)
+        done, longest, number = count(), max(longest, count() - done), number + 1
+
+
+MANY = {
+    "numbers": (["a[]"], {"a": list(range(VALUES_MAX - 2))}),
+    "lists of one": (["a[][]"], {"a": [[number] for number in range(VALUES_MAX // 2 - 2)]}),
+    "lists in lists": (["a[][][]"], {"a": [[list(range(600)) for _ in range(5)] for _ in range(5)]}),
+    "objects of many fields": (
+        [f"a[].b{number}" for number in range(120)],
+        {"a": [{f"b{number}": number for number in range(120)} for _ in range(130)]},
+    ),
+    "objects in objects": (
+        [f"a[].b.c{number}" for number in range(120)],
+        {"a": [{"b": {f"c{number}": number for number in range(120)}} for _ in range(130)]},
+    ),
+    "a list in each of many": (["a[].b[]"], {"a": [{"b": list(range(60))} for _ in range(260)]}),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_a_record_of_many_values_is_changed_some_at_a_time(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 kB hold 16,384 values; whoever runs the steps has other work."""
+    fields, record = MANY[what]
+    digests, digest = 0, transform_module._Hmac.digest
+
+    def counted(self: Any, message: bytes) -> bytes:
+        nonlocal digests
+        digests += 1
+        return digest(self, message)
+
+    monkeypatch.setattr(transform_module._Hmac, "digest", counted)
+    transform = compile_transform(build_spec(hash_=fields), KEY, "s")
+    data = json.dumps(record).encode()
+    result, steps, longest = stepped(transform.steps(None, {}, data), lambda: digests)
+    assert digests > VALUES_MAX * 0.45
+    assert longest <= 2 * STEP_RULES
+    assert steps >= digests // (2 * STEP_RULES)
+    # However it is stepped through, and as by single values.
+    monkeypatch.setattr(transform_module, "STEP_RULES", 1 << 30)
+    assert transform(data) == result.payload
+    for value in (0, 59):
+        single = crossed(build_spec(hash_=["a"]), {"a": value})["a"]
+        assert json.dumps(single).encode() in result.payload
+
+
+def test_rules_that_find_nothing_in_many_elements_are_applied_some_at_a_time() -> None:
+    fields = [f"a[].b{number}" for number in range(250)]
+    data = b'{"a":[' + b",".join([b"{}"] * (VALUES_MAX // 2 - 2)) + b"]}"
+    for spec in (build_spec(keep=fields), build_spec(hash_=fields, missing=Missing.OK)):
+        _, steps, _ = stepped(compile_transform(spec, KEY, "s").steps(None, {}, data), int)
+        # Of an allowlist nothing is to be done but to look for what it names.
+        assert steps >= (VALUES_MAX // 4 - 100 if spec.fields[0].do is Action.HASH else 20)
+
+
+def test_a_kept_key_is_compared_with_many_values_some_at_a_time() -> None:
+    values = [f"x{number:05}" for number in range(16_000)]
+    transform = compile_transform(build_spec(drop=["a"], key=KeyRule.KEEP), KEY, "s")
+    data = json.dumps({"a": values}).encode()
+    _, steps, _ = stepped(transform.steps(b"k" * 4_096, {}, data), int)
+    assert steps > len(values) // STEP_RULES
+    assert isinstance(transform.record(values[-1].encode(), {}, data), Withheld)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.integers(-9, 9) | st.text("ab", max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        ),
+        max_leaves=20,
+    ),
+    st.sampled_from(["a[]", "a[][]", "a[].b", "a[].b[]", "a.b[].c"]),
+    st.sampled_from(list(Action)),
+    st.integers(1, 5),
+)
+def test_steps_change_nothing_about_the_result(value: Any, path: str, do: Action, step: int) -> None:
+    spec = TransformSpec(fields=(FieldRule(field=path, do=do, missing=Missing.OK),))
+    transform, data = compile_transform(spec, KEY, "s"), json.dumps({"a": value, "c": value}).encode()
+    whole = transform(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transform_module, "STEP_RULES", step)
+        patch.setattr(transform_module, "STEP_BYTES", 1)
+        assert transform(data) == whole
+
+
+def test_numbers_without_end_are_not_read() -> None:
+    """One of 4,000 digits takes 80 microseconds to read and 200 to write, and a record holds 260."""
+    long, transform = b"9" * 4_000, compile_transform(build_spec(), KEY, "s")
+    few = b'{"a":[' + b",".join([long] * (LONG_DIGITS_MAX // 4_000)) + b"]}"
+    assert transform(few) == few
+    assert transform(few.replace(b"]}", b"," + long + b"]}")) == Withheld(
+        "the record has more than 65536 digits in numbers of 400 and more."
+    )
+    short = b'{"a":[' + b",".join([b"9" * (LONG_NUMBER - 1)] * 2_000) + b"]}"
+    assert transform(short) == short
+    for text in (b'"' + long * 40 + b'"', b'"\\"' + long * 40 + b'"', b'"\\\\",' + b'"' + long * 40 + b'"'):
+        payload = b'{"a":[' + text + b"]}"
+        assert transform(payload) == payload
+    fraction = b'{"a":[' + b",".join([b"0." + long] * 200) + b"]}"
+    assert isinstance(transform(fraction), Withheld)
