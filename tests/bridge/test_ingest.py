@@ -16,7 +16,6 @@ from region_peer import RawPeer, encode_request, raw_peer
 from audit.crossed import OffsetSet
 from audit.leaf import Kind
 from audit.receipt import Receipt, open_receipt
-from bridge.crossing import finished
 from felix.batch import NewRecord, decode_header, encode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, FrameType, encode_frame
@@ -24,6 +23,7 @@ from felix.identity_file import load_identity
 from felix.messages import IngestOpened, OpenIngest, decode_answer, decode_error
 from felix.names import StreamName
 from felix.provenance import PATH_HEADER
+from felix.steps import finished
 from keys.key_id import KeyKind, new_key_id
 from keys.transfer import TransferKey, TransferScope, seal_envelope, seal_transfer_key
 from policy.quantity import Size

@@ -29,7 +29,6 @@ __all__ = ["etcd_of_each_test"]  # the fixture
 
 pytestmark = pytest.mark.etcd
 
-LEASE_MS = 2_000
 ACTOR = SpiffeId("eu-west", "acme", "bridge", "us-to-eu")
 
 
@@ -121,7 +120,7 @@ class Scene:
 
 @asynccontextmanager
 async def cosigning(tmp_path: Path, etcd: EtcdProcess) -> AsyncIterator[Scene]:
-    async with serving(tmp_path, etcd, 3, lease_ms=LEASE_MS) as region:
+    async with serving(tmp_path, etcd) as region:
         store = await EtcdStore.open(EtcdConfig((etcd.endpoint.removeprefix("http://"),)))
         try:
             yield Scene(region, store)

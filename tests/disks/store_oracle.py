@@ -45,7 +45,9 @@ class Oracle:
             case ["done", number, revision]:
                 assert int(revision) > self._revision, "the revision went back"
                 self._revision = int(revision)
-                self._happened(int(number))
+                # A watcher may have heard of it before its writer did.
+                if int(number) in self._maybe or self._seen.get(self._revision) != int(number):
+                    self._happened(int(number))
                 if self._revision > self._seen_revision:
                     self._unseen[self._revision] = int(number)
                 elif self._revision > self._loaded:
