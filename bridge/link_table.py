@@ -134,7 +134,7 @@ class LinkTable:
             worker.take_shard(state, state.state[shard])
 
     def followed_streams(self) -> set[str]:
-        """Those of which links run, or ran and may go on: how far they go is known also while a grant is paused, and what is gone by then gets its GAP leaf."""
+        """Those of which links run, or ran and may go on: how far they go is asked also while a grant is paused or denied."""
         return {worker.row.stream for worker in self.workers if worker.row.verdict is not Verdict.STOP}
 
     # -- what is said ----------------------------------------------------------------------------------
