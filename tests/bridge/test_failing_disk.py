@@ -138,7 +138,10 @@ async def test_an_agent_whose_disk_fails_for_a_moment_goes_on_by_itself(mesh: Me
         await crossing.all_there()
         assert "cannot be opened: [Errno 5]" in agent.said.read_text()
         # The log's own folders: one whose cosigned checkpoint cannot be kept says so, and goes on.
-        for fault in ({"call": "sync", "path": "/egress/wal/"}, {"call": "sync_folder", "path": "/egress/tile/"}):
+        for fault in (
+            {"call": "sync", "path": "/egress/wal/"},
+            {"call": "sync_folder", "path": "/egress/tile/"},
+        ):
             agent.tell({**fault, "error": "EIO", "times": 1})
             # Looked for from now on: it goes on by itself soon, and on a busy machine the publishing may take longer.
             await asyncio.gather(crossing.publish(), agent.says("has stopped"))
