@@ -40,7 +40,6 @@ from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
 from bridge.history import require_continued
 from bridge.ledger import Ledger
-from bridge.link import LinkPhase
 from bridge.link_context import LinkContext, LinkStats
 from bridge.link_table import LinkTable
 from bridge.pins import Pins, list_pins
@@ -433,10 +432,7 @@ class Agent:
         for endpoint in self._endpoints.values():
             if not endpoint.is_up:
                 return endpoint.reason
-        for worker in self._links.workers:
-            if worker.phase in (LinkPhase.DENIED, LinkPhase.GAP, LinkPhase.TRUNCATED):
-                return f"{worker.row.grant}: {worker.reason}"
-        return ""
+        return self._links.stands_still()
 
     def _stats(self) -> list[tuple[LinkState, LinkStats]]:
         return self._links.states()
@@ -734,11 +730,11 @@ class Agent:
         self._links.hold_back(lambda row: hold_back(self._book, self.context.bridge, destinations, row, now))
 
     async def _look_at_shards(self) -> None:
-        """How far the streams go of which links run under a pattern: each that is named by a grant is described for the plan."""
+        """How far the streams go of which links run or ran under a pattern: each that is named by a grant is described for the plan."""
         source, described = self.context.source, self._known.streams
         names = [
             name
-            for name in sorted(self._links.running_streams())
+            for name in sorted(self._links.followed_streams())
             if name in described and not described[name].state
         ]
         if source.is_up and names:

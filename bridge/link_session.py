@@ -460,11 +460,13 @@ class LinkSession:
             large.leave(place)
 
     async def _take_turn(self) -> None:
-        """Wait until no other link works on a batch, in fair order: for a step of each of them at most."""
+        """Wait until no other link works on a batch, in fair order: for a step of each of them at most. Raises as `_require_going`."""
         self._turn = turn = self._ask(self._context.turns)
-        if not turn.given.is_set():
-            await turn.given.wait()
+        has_waited = not turn.given.is_set()
+        await turn.given.wait()
         self._worked_from = self._context.runtime.clock.monotonic()
+        if has_waited:
+            self._require_going()
 
     def _leave_turn(self) -> None:
         turn, self._turn = self._turn, None

@@ -133,9 +133,9 @@ class LinkTable:
         if state is not None and 0 <= shard < len(state.state):
             worker.take_shard(state, state.state[shard])
 
-    def running_streams(self) -> set[str]:
-        """Those that links are to run of."""
-        return {worker.row.stream for worker in self.workers if worker.row.verdict is Verdict.RUN}
+    def followed_streams(self) -> set[str]:
+        """Those of which links run, or ran and may go on: how far they go is asked also while a grant is paused or denied."""
+        return {worker.row.stream for worker in self.workers if worker.row.verdict is not Verdict.STOP}
 
     # -- what is said ----------------------------------------------------------------------------------
 
@@ -143,6 +143,17 @@ class LinkTable:
         """Links that are active, and all."""
         active = sum(worker.phase is LinkPhase.ACTIVE for worker in self.workers)
         return active, sum(map(len, list(self._told.values())))
+
+    def stands_still(self) -> str:
+        """A link that stands still until somebody decides, and why; empty where none does. Also called on another thread."""
+        for worker in self.workers:
+            if worker.phase in (LinkPhase.DENIED, LinkPhase.GAP, LinkPhase.TRUNCATED):
+                return f"{worker.row.grant}: {worker.reason}"
+        for row, *_ in list(self._told.values()):
+            # One that was denied before it ever ran; a stream's shards all are.
+            if row.verdict is Verdict.DENY:
+                return f"{row.grant}: {row.reason}"
+        return ""
 
     def states(self) -> list[tuple[LinkState, LinkStats]]:
         """Every link as it stands, by grant, stream and shard. Also called on another thread."""

@@ -280,6 +280,20 @@ async def test_a_denied_stream_stops_until_the_denial_is_lifted(mesh: Mesh) -> N
     check_logs(mesh, 100)
 
 
+async def test_an_agent_that_starts_while_a_stream_is_denied_is_not_ready_until_the_denial_is_lifted(
+    mesh: Mesh,
+) -> None:
+    """As one that ran before: whoever starts it again is to see that nothing crosses."""
+    await mesh.create()
+    await mesh.grant()
+    await mesh.deny("us-east", "acme/ops/*")
+    async with mesh.agent() as agent:
+        reason = await until(agent.not_ready, "why it is not ready")
+        await until(lambda: "denies" in agent.not_ready(), f"the denial as the reason, and not {reason}")
+        await mesh.deny("us-east", "acme/ops/*", sequence=2, lifted=True)
+        await until(lambda: not agent.not_ready(), "an agent that is ready")
+
+
 async def test_a_used_up_budget_stops_the_link_before_it_is_exceeded(mesh: Mesh) -> None:
     await mesh.create()
     await mesh.publish([flight(number) for number in range(200)], batch=10)
@@ -609,4 +623,19 @@ async def test_the_lag_under_a_pattern_is_what_the_streams_leader_says(mesh: Mes
         await until(
             lambda: (held := link(agent)) is not None and (held.high_watermark, held.lag_records) == (6, 0),
             "all crossed, and the link knows of it",
+        )
+
+
+async def test_what_a_stream_under_a_pattern_gets_during_a_pause_is_its_lag(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(6)])
+    grant = await mesh.grant(stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True)
+    async with mesh.agent() as agent:
+        await position(agent, 6)
+        await mesh.stand("us-east", grant, StandingAction.PAUSE)
+        await state(agent, "paused")
+        await mesh.publish([flight(number) for number in range(6, 10)])
+        await until(
+            lambda: (held := link(agent)) is not None and (held.high_watermark, held.lag_records) == (10, 4),
+            "a lag of four",
         )

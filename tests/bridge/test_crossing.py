@@ -54,7 +54,7 @@ from felix.batch import (
     encode_batch,
 )
 from felix.batch import batch_of as batch_of_parts
-from felix.errors import Code, TamperError
+from felix.errors import Code, TamperError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.provenance import PATH_HEADER, UNION_REGIONS_MAX
@@ -656,3 +656,41 @@ async def test_costly_batches_in_many_shards_of_a_stream_take_no_more_turns_than
     await asyncio.gather(*others, return_exceptions=True)
     between = "".join(grant[0] for grant in worked).split("m")[1:-1]
     assert len(between) == 49 and max(map(len, between)) <= 2
+
+
+@pytest.mark.parametrize("why", ["paused", "leaving", "failed"])
+async def test_a_link_that_is_to_stop_while_it_waits_for_its_turn_works_no_more(why: str) -> None:
+    """What was announced before a pause is not sent again after it either."""
+    context: Any = SimpleNamespace(
+        failpoints=SimpleNamespace(at=lambda _: None),
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0)),
+        turns=Turns(STEP_S),
+    )
+    link, other, worked = link_row(), SimpleNamespace(), list[str]()
+
+    class Session(LinkSession):
+        async def _cross_stepped(self, *_: Any) -> bool:
+            worked.append(why)
+            return True
+
+    session = Session(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
+    session._route = SimpleNamespace(terms=SimpleNamespace(stream="acme/ops/*"))  # type: ignore[assignment]
+    session._data_keys[b"k"] = data_key()
+    header: Any = SimpleNamespace(key_id=b"k", plain_length=1_000)
+    works = context.turns.ask("acme/ops/other", "acme/ops/other")
+    waits = asyncio.ensure_future(session._cross(other, header, None))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    if why == "paused":
+        link.row.verdict = Verdict.PAUSE
+    elif why == "leaving":
+        link.is_leaving = True
+    else:
+        session.fail(UnavailableError("The session is over."))
+    context.turns.leave(works, 0.0)
+    if why == "failed":
+        with pytest.raises(UnavailableError):
+            await waits
+    else:
+        assert await waits is False
+    assert not worked
+    assert context.turns.ask("acme/ops/other", "acme/ops/other").given.is_set(), "the turn is given on"

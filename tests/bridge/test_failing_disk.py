@@ -45,6 +45,16 @@ class Crossing:
     async def all_there(self) -> None:
         await self.mesh.crossed(self.published)
 
+    async def answered(self) -> None:
+        """All of them have their receipts: records arrive before their leaves are durable, and an agent that ends in between leaves them to the next one."""
+        async with self.mesh.operator("us-east") as operator:
+
+            async def found() -> bool:
+                links = await operator.list_links()
+                return [each.position for each in links] == [self.published]
+
+            await until(found, f"a receipt for each of {self.published} records")
+
     async def judge(self) -> None:
         """Both regions have stopped, or are about to."""
         mesh = self.mesh
@@ -127,7 +137,11 @@ async def test_an_agent_whose_disk_fails_for_a_moment_goes_on_by_itself(mesh: Me
         await crossing.publish()
         await crossing.all_there()
         assert "cannot be opened: [Errno 5]" in agent.said.read_text()
-        for fault in ({"call": "sync", "path": "/egress/wal/"}, {"call": "sync_folder", "path": "/egress"}):
+        # The log's own folders: one whose cosigned checkpoint cannot be kept says so, and goes on.
+        for fault in (
+            {"call": "sync", "path": "/egress/wal/"},
+            {"call": "sync_folder", "path": "/egress/tile/"},
+        ):
             agent.tell({**fault, "error": "EIO", "times": 1})
             # Looked for from now on: it goes on by itself soon, and on a busy machine the publishing may take longer.
             await asyncio.gather(crossing.publish(), agent.says("has stopped"))
@@ -140,6 +154,7 @@ async def test_an_agent_whose_disk_fails_for_a_moment_goes_on_by_itself(mesh: Me
         assert not egress.exists(), "nothing is written where it was"
         elsewhere.rename(egress)
         await crossing.all_there()
+        await crossing.answered()
         await agent.is_ready()
     finally:
         code = await agent.stop()
@@ -178,6 +193,7 @@ async def test_a_region_whose_audit_log_cannot_be_synced_once_goes_on_by_itself(
             await crossing.publish()
             await until(is_over, "a call that failed")
             await crossing.all_there()
+        await crossing.answered()
     await crossing.judge()
 
 
