@@ -197,7 +197,7 @@ class _Cursor:
         self._current: ConsumerBatch | None = None
         self._records: Iterator[ConsumerRecord] | None = None
         self._seen = -1
-        self._settled = RangeSet()
+        self._settled: RangeSet | None = None
         """Of a batch that came once more: what was acknowledged since it began."""
         self.record: ConsumerRecord | None = None
         """Neither acknowledged nor given back as failed."""
@@ -207,7 +207,7 @@ class _Cursor:
     def begin(self, batch: ConsumerBatch) -> None:
         """Its records are handed out one by one from now on."""
         self._current, self._records = batch, batch.records()
-        self._settled = RangeSet()
+        self._settled = None
 
     def settle(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> None:
         """These were acknowledged: what of the batch in hand is among them, and comes once more, is not handed out."""
@@ -215,14 +215,18 @@ class _Cursor:
         if self._records is None or batch is None or batch.attempt == 1:
             return
         if (batch.shard, batch.generation) == (shard, generation):
+            settled = self._settled = self._settled or RangeSet()
             for each in ranges:
-                self._settled.add(*each)
+                settled.add(*each)
 
     def next(self, is_current: Callable[[int, int], bool]) -> ConsumerRecord | None:
         """The next record whose shard the consumer still has; None where a new batch has to begin."""
         if self._records is not None:
+            settled = self._settled
             for record in self._records:
-                if is_current(record.shard, record.generation) and record.offset not in self._settled:
+                if settled is not None and record.offset in settled:
+                    continue
+                if is_current(record.shard, record.generation):
                     self._seen = record.offset
                     return record
             self._records = None

@@ -854,7 +854,11 @@ class PublisherCore:
                 accumulator.linger_until = inf
                 accumulator.linger_over = True
             unacknowledged = accumulator.unacknowledged
-            if accumulator.records and accumulator.linger_over and (since := accumulator.ready_since) + self._open_s <= now:
+            if (
+                accumulator.records
+                and accumulator.linger_over
+                and (since := accumulator.ready_since) + self._open_s <= now
+            ):
                 # No later record joins it, which would be given up with the first one.
                 self._close(accumulator)
                 self._undated.remove(late := unacknowledged[-1])

@@ -524,6 +524,11 @@ def _shard(
     if doubt and known.is_audit:
         plan.losses.append(
             f"The audit log is led by nobody: {doubt}. Without those leaves it would be a second history; bring them back, and reconcile again."
+            + (
+                " A broker's former folder has to be back before this is accepted; later it is refused, unless the store's backup is put back once more."
+                if known.former
+                else ""
+            )
         )
         plan.shards.append(_led_by_nobody(plan, view, known, winners, election()))
         return

@@ -155,7 +155,11 @@ async def test_what_is_acknowledged_after_its_time_and_counts_does_not_come_agai
             # Some before the batch is handed out once more, and some while that is done.
             assert await consumer.ack(records[0])
             again = await take(consumer, 1)
-            assert await consumer.ack(records[1]) and await consumer.ack(records[2]) and await consumer.ack(records[4])
+            assert (
+                await consumer.ack(records[1])
+                and await consumer.ack(records[2])
+                and await consumer.ack(records[4])
+            )
             again += await take(consumer, 2)
             assert [(each.offset, each.attempt) for each in again] == [(1, 2), (3, 2), (5, 2)]
             assert await consumer.ack(again[1]) and await consumer.ack(again[2])
