@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import typer
 
-from cli.output import counted, err, note, out, print_json
+from cli.output import counted, err, iso, note, out, print_json
 from cli.process import read_state
 from cli.setting import JsonOption, choose_region, folder_of, read_file, run
 from felix import __version__
@@ -145,6 +145,11 @@ def _reported(path: Path, known: dict[str, FolderReport]) -> dict[str, FolderRep
             f"{path} was written by release {later[-1]} of Felix, and this is release {__version__}: it may say what this one passes over.",
             code=Code.UNSUPPORTED,
             hint="Run the command with the release that the brokers run, on each machine.",
+        )
+    for each in told:
+        # A store that went back does not know whether the broker has run since.
+        note(
+            f"the folder of {each.broker} is taken as it was at {iso(each.made_ms)} ({path}); if it was served since, make the file again"
         )
     return {each.broker: each for each in told}
 

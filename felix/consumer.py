@@ -18,7 +18,8 @@ Invariants:
 - `ack` returns True once the acknowledgement is durable, False where it did not count, or where the connection was lost before the
   answer: then the record is redelivered, unless the broker had carried it out;
 - once it leaves, nothing of its shards is sent any more;
-- a record of a shard that was taken away is not handed out any more.
+- a record of a shard that was taken away is not handed out any more;
+- nor is one whose acknowledgement counted, also where the broker had sent it once more before it heard of that.
 """
 
 from __future__ import annotations
@@ -115,6 +116,15 @@ class ConsumerBatch:
         """The offset after the last record."""
         return self._ranges[-1][1]
 
+    def _without(self, ranges: list[tuple[int, int]]) -> ConsumerBatch | None:
+        """What is left of it without these offsets; None where that is nothing."""
+        left = RangeSet(self._ranges)
+        for each in ranges:
+            left.remove(*each)
+        return (
+            ConsumerBatch(self._body, list(left), self.shard, self.generation, self.attempt) if left else None
+        )
+
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Offsets of the records: [first, next) each."""
@@ -181,12 +191,14 @@ class _Share:
 class _Cursor:
     """Where the caller is: the batch and the record that it was handed last."""
 
-    __slots__ = ("_current", "_records", "_seen", "batch", "record")
+    __slots__ = ("_current", "_records", "_seen", "_settled", "batch", "record")
 
     def __init__(self) -> None:
         self._current: ConsumerBatch | None = None
         self._records: Iterator[ConsumerRecord] | None = None
         self._seen = -1
+        self._settled: RangeSet | None = None
+        """Of a batch that came once more: what was acknowledged since it began."""
         self.record: ConsumerRecord | None = None
         """Neither acknowledged nor given back as failed."""
         self.batch: ConsumerBatch | None = None
@@ -195,11 +207,25 @@ class _Cursor:
     def begin(self, batch: ConsumerBatch) -> None:
         """Its records are handed out one by one from now on."""
         self._current, self._records = batch, batch.records()
+        self._settled = None
+
+    def settle(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> None:
+        """These were acknowledged: what of the batch in hand is among them, and comes once more, is not handed out."""
+        batch = self._current
+        if self._records is None or batch is None or batch.attempt == 1:
+            return
+        if (batch.shard, batch.generation) == (shard, generation):
+            settled = self._settled = self._settled or RangeSet()
+            for each in ranges:
+                settled.add(*each)
 
     def next(self, is_current: Callable[[int, int], bool]) -> ConsumerRecord | None:
         """The next record whose shard the consumer still has; None where a new batch has to begin."""
         if self._records is not None:
+            settled = self._settled
             for record in self._records:
+                if settled is not None and record.offset in settled:
+                    continue
                 if is_current(record.shard, record.generation):
                     self._seen = record.offset
                     return record
@@ -285,7 +311,9 @@ class Consumer:
         self._parts: deque[ConsumerBatch] = deque()
         self._cursor = _Cursor()
         self._taken = False
-        self._acks = Acknowledgements(self._exchange, stream, lost=self._lost_ack, answered=self._give_back)
+        self._acks = Acknowledgements(
+            self._exchange, stream, lost=self._lost_ack, counted=self._settle, answered=self._give_back
+        )
         self.gaps: deque[Gap] = deque(maxlen=GAPS_KEPT)
         """The newest gaps: records that were gone before they could be delivered."""
         self.gap_count = 0
@@ -541,6 +569,23 @@ class Consumer:
 
     async def _acked(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> bool:
         return self._gather(shard, generation, ranges) and await self._acks.outcome(shard)
+
+    def _settle(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> None:
+        """These count as done. Where they took longer than the ack timeout, the broker may have sent them once more before it heard of it."""
+        share = self._share(shard, generation)
+        if share is None:
+            return
+        for first, following in ranges:
+            share.handed.remove(first, following)
+            for _, again in share.again:
+                again.remove(first, following)
+        self._cursor.settle(shard, generation, ranges)
+        if self._parts:
+            left = (
+                part._without(ranges) if (part.shard, part.generation) == (shard, generation) else part
+                for part in self._parts
+            )
+            self._parts = deque(part for part in left if part is not None)
 
     def _lost_ack(self, count: int) -> bool:
         self.lost_acks += count

@@ -19,7 +19,7 @@ from felix.consumer_messages import RANGES_MAX, Ack, Nack, ShardAck
 from felix.errors import Code, FelixError, UnavailableError
 from felix.exchange import Exchange
 from felix.names import StreamName
-from felix.ranges import RangeSet
+from felix.ranges import RangeSet, pairs
 
 _log = logging.getLogger("felix.consumer")
 
@@ -43,12 +43,14 @@ class Acknowledgements:
         stream: StreamName,
         *,
         lost: Callable[[int], object],
+        counted: Callable[[int, int, list[tuple[int, int]]], object],
         answered: Callable[[], object],
     ) -> None:
-        """`lost` is told how many did not count; `answered` is called after each call's answer."""
+        """`lost` is told how many did not count, `counted` of which shard, by which generation, which offsets did; `answered` is called after each call's answer."""
         self._exchange = exchange
         self._stream = stream
         self._lost = lost
+        self._counted = counted
         self._answered = answered
         self._loop = asyncio.get_running_loop()
         self._flush: _Flush | None = None
@@ -117,6 +119,8 @@ class Acknowledgements:
                     fenced = reply.fenced
                 for each in acks:
                     counted[each.shard] = each.shard not in fenced and counted.get(each.shard, True)
+                    if each.shard not in fenced:
+                        self._counted(each.shard, each.generation, pairs(each.ranges))
                 lost += len(fenced)
         except FelixError as error:
             _log.warning("an acknowledgement of %s was refused: %s", self._stream, error)

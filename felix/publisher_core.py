@@ -71,6 +71,8 @@ BUFFER_BYTES_DEFAULT: Final = 32 * 1024 * 1024
 """Records accepted and not yet acknowledged, of one publisher."""
 DEADLINE_MS_DEFAULT: Final = 120_000
 """How long a batch is tried again before its error is raised: longer than a broker's restart."""
+OPEN_PART: Final = 1 / 16
+"""For so much of that time a batch that nobody takes stays open: a record that joins it has as much less than the first one, and no session leaves few batches."""
 GRACE_S: Final = 10.0
 """What a batch has beyond its deadline where the process stood still as that came: to read the answer that waits, or to connect again and send it once more."""
 LINGER_MS_MAX: Final = 60_000
@@ -197,7 +199,7 @@ class Accumulator:
     """One shard of a publisher: its open batch, and its closed ones in the order of their sequence."""
 
     __slots__ = (
-        "callers", "epoch", "first", "linger_over", "linger_until", "next_sequence", "open_bytes", "open_until", "records", "shard",
+        "callers", "epoch", "first", "linger_over", "linger_until", "next_sequence", "open_bytes", "ready_since", "records", "shard",
         "stalled_until", "unacknowledged", "unsent",
     )  # fmt: skip
 
@@ -211,8 +213,8 @@ class Accumulator:
         self.open_bytes = 0
         self.linger_until = inf
         self.linger_over = False
-        # Of the open batch, where nobody takes it before that, as while no session stands.
-        self.open_until = inf
+        # Since when the open batch may go and nobody takes it, as while no session stands.
+        self.ready_since = inf
         self.unacknowledged: deque[PendingBatch] = deque()
         # The newest of those, in the same order.
         self.unsent: deque[PendingBatch] = deque()
@@ -384,7 +386,7 @@ class PublisherCore:
     """
 
     __slots__ = (
-        "_began", "_compress", "_deadline_s", "_incarnation", "_linger_s", "_lost_first", "_next_accumulator", "_offsets",
+        "_began", "_compress", "_deadline_s", "_incarnation", "_linger_s", "_lost_first", "_next_accumulator", "_offsets", "_open_s",
         "_policy", "_producer_id", "_random", "_undated", "_unkeyed", "accumulators", "acknowledged_records", "acks",
         "batch_bytes", "batch_records", "buffer_bytes", "error", "failed", "given", "held_bytes",
         "in_flight_max", "plain_left", "plain_next",
@@ -443,6 +445,7 @@ class PublisherCore:
         self._producer_id = producer_id if acks == "all" else 0
         self._linger_s = linger_ms / 1000
         self._deadline_s = deadline_ms / 1000
+        self._open_s = self._deadline_s * OPEN_PART
         self._compress = compress
         self._incarnation = b""
         self._unkeyed = 0
@@ -590,7 +593,7 @@ class PublisherCore:
         callers, accumulator.callers = accumulator.callers, None
         held, accumulator.open_bytes = accumulator.open_bytes, 0
         accumulator.linger_over = False
-        accumulator.linger_until = accumulator.open_until = inf
+        accumulator.linger_until = accumulator.ready_since = inf
         if accumulator.shard == self._unkeyed:
             self._unkeyed = (self._unkeyed + 1) % len(self.accumulators)
         pending = self._encode(accumulator, records, held, accumulator.first)
@@ -706,10 +709,10 @@ class PublisherCore:
             self._date(now)
         # That of every batch, by its exact type and before all others: a match costs more.
         if type(event) is IterationEnded:
-            until = now + self._deadline_s
+            until = now + self._open_s
             for accumulator in self._began:
                 accumulator.linger_over = bool(accumulator.records)
-                accumulator.open_until = until
+                accumulator.ready_since = now
             if self._began and until < self.wake_at:
                 self.wake_at = until
             self._began.clear()
@@ -749,7 +752,7 @@ class PublisherCore:
         for accumulator in self._began:
             if accumulator.records and accumulator.linger_until == inf:
                 accumulator.linger_until = until
-                accumulator.open_until = now + self._deadline_s
+                accumulator.ready_since = until
         self._began.clear()
         self.wake_at = min(self.wake_at, until)
 
@@ -851,10 +854,15 @@ class PublisherCore:
                 accumulator.linger_until = inf
                 accumulator.linger_over = True
             unacknowledged = accumulator.unacknowledged
-            if accumulator.records and (until := accumulator.open_until) <= now:
+            if (
+                accumulator.records
+                and accumulator.linger_over
+                and (since := accumulator.ready_since) + self._open_s <= now
+            ):
+                # No later record joins it, which would be given up with the first one.
                 self._close(accumulator)
                 self._undated.remove(late := unacknowledged[-1])
-                late.deadline = until
+                late.deadline = since + self._deadline_s
             expired = False
             if event.stood_still:
                 for pending in unacknowledged:
@@ -878,7 +886,7 @@ class PublisherCore:
                 self.wake_at,
                 accumulator.linger_until,
                 inf if accumulator.stalled_until is None else accumulator.stalled_until,
-                accumulator.open_until if accumulator.records else inf,
+                accumulator.ready_since + self._open_s if accumulator.records else inf,
                 unacknowledged[0].deadline if unacknowledged else inf,
             )
         return Ready(forget, given_up=given_up)
@@ -896,7 +904,7 @@ class PublisherCore:
             f"A batch for shard {pending.accumulator.shard} of {self.stream} is not acknowledged after {self._deadline_s:g} s: "
             f"{why}.",
             code=Code.TIMEOUT,
-            hint="Whether it is in the log is not known." if pending.sent else "It is not in the log.",
+            hint="Whether it is in the log is not known." if pending.sent_ever else "It is not in the log.",
         )
 
     def _opened(self, event: Opened) -> Ready:

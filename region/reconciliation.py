@@ -435,7 +435,9 @@ def _known(
     former = [
         broker
         for broker in sorted({*told, *(() if before is None else before.replicas)})
-        if broker in view.nodes and broker in plan.nodes and not _is_of_store(view, plan, broker)
+        if broker in view.nodes
+        and broker in plan.nodes
+        and (not _is_of_store(view, plan, broker) or _was_replaced_since(view, before, broker))
     ]
     emptied: list[str] = []
     if before is not None and before.stream == str(AUDIT_STREAM) and _may_be_led_by_nobody(before):
@@ -522,6 +524,11 @@ def _shard(
     if doubt and known.is_audit:
         plan.losses.append(
             f"The audit log is led by nobody: {doubt}. Without those leaves it would be a second history; bring them back, and reconcile again."
+            + (
+                " A broker's former folder has to be back before this is accepted; later it is refused, unless the store's backup is put back once more."
+                if known.former
+                else ""
+            )
         )
         plan.shards.append(_led_by_nobody(plan, view, known, winners, election()))
         return
@@ -639,6 +646,12 @@ def _is_of_store(view: ClusterView, plan: Plan, broker: str) -> bool:
     # A run that was cut off may have written the other one in its place.
     forgotten = {} if view.frozen is None else view.frozen.folders
     return forgotten.get(broker, before.folder) == plan.nodes[broker].folder
+
+
+def _was_replaced_since(view: ClusterView, before: ShardRecord | None, broker: str) -> bool:
+    """Whether the broker was in sync with a folder that the store has forgotten since, as where an operator gave it up after the store was put back."""
+    in_sync = None if before is None else before.members().get(broker)
+    return in_sync is not None and in_sync < view.nodes[broker].whole_since
 
 
 def _more_than(copies: Mapping[str, ShardTold], winner: str) -> str:

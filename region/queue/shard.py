@@ -654,7 +654,8 @@ class QueueShard:
     def extend(self, runs: Sequence[Run], visibility_ms: int, done: Done) -> list[int]:
         """Leases go on. Raises UnavailableError."""
         self.check()
-        entry, lost = self.state.extend(runs, self.now_ms + visibility_ms)
+        now_ms = self.now_ms
+        entry, lost = self.state.extend(runs, now_ms + visibility_ms, now_ms)
         self._write([entry] if entry is not None else [], done)
         self._arm()
         return lost

@@ -120,7 +120,7 @@ class Tracked:
     """A record that is neither done nor only in the log."""
 
     __slots__ = (
-        "due_ms", "key", "leased_ms", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
+        "began_ms", "due_ms", "key", "leased_ms", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
     )  # fmt: skip
 
     def __init__(self, offset: int, phase: Phase) -> None:
@@ -135,6 +135,8 @@ class Tracked:
         self.worker = 0
         self.leased_ms = 0
         """When the newest lease began; 0 where that was before this start."""
+        self.began_ms = 0
+        """From when its time counts: as it was leased, or extended last."""
         self.open = False
         """True while the newest lease may still settle it."""
         self.reserved = False
@@ -207,7 +209,7 @@ class QueueState:
         self._keys: dict[bytes, deque[int]] = {}
         self._finished: dict[int, int] = {}
         self._leased_ms = 0
-        """The latest time at which a lease began, or, once the clock was set back behind that, when that was seen."""
+        """The latest time at which a lease began or was extended, or, once the clock was set back behind that, when that was seen."""
 
     # -- stats -----------------------------------------------------------------------------------------
 
@@ -355,9 +357,14 @@ class QueueState:
         record.due_ms = until_ms
         record.worker = worker
         record.leased_ms = now_ms
+        record.open = True
+        self._began(record, now_ms)
+
+    def _began(self, record: Tracked, now_ms: int) -> None:
+        """The time of its lease counts from now, by the clock as it is."""
+        record.began_ms = now_ms
         if now_ms > self._leased_ms:
             self._leased_ms = now_ms
-        record.open = True
 
     def leased(self, records: Sequence[Tracked], until_ms: int, worker: int) -> bytes:
         """The entry of what was leased, all until the same time and by one worker."""
@@ -470,7 +477,7 @@ class QueueState:
                     found.append((offset, token))
         return (self._entry(Kind.RELEASED, runs_of(found), now_ms) if found else None), lost
 
-    def extend(self, runs: Iterable[Run], until_ms: int) -> tuple[bytes | None, list[int]]:
+    def extend(self, runs: Iterable[Run], until_ms: int, now_ms: int) -> tuple[bytes | None, list[int]]:
         """Leases go on until `until_ms`; also one that has run out, where nobody else got the record."""
         found: list[tuple[int, int]] = []
         lost: list[int] = []
@@ -481,6 +488,7 @@ class QueueState:
                     lost.append(offset)
                 else:
                     self._lease_again(record, until_ms, record.worker)
+                    self._began(record, now_ms)
                     found.append((offset, token))
         if not found:
             return None, lost
@@ -528,12 +536,13 @@ class QueueState:
         return spent
 
     def _set_back(self, now_ms: int) -> None:
-        """The clock was set back: a lease that began later than it is now lasts as long from now on as it was to last then."""
+        """The clock was set back: a lease that began, or was extended, later than it is now lasts as long from now on as it was to last then."""
         self._leased_ms = now_ms
         for offset, record in self.tracked.items():
-            if record.phase is Phase.LEASED and record.leased_ms > now_ms:
-                record.due_ms = now_ms + min(max(0, record.due_ms - record.leased_ms), VISIBILITY_MS_MAX)
-                record.leased_ms = now_ms
+            if record.phase is Phase.LEASED and record.began_ms > now_ms:
+                record.due_ms = now_ms + min(max(0, record.due_ms - record.began_ms), VISIBILITY_MS_MAX)
+                record.began_ms = now_ms
+                record.leased_ms = min(record.leased_ms, now_ms)
                 self._time(record.due_ms, [offset])
 
     # -- dead letters ----------------------------------------------------------------------------------

@@ -210,11 +210,11 @@ class SubscriptionStore:
 
     def write(self, entries: Iterable[Entry], done: Done) -> None:
         """Write entries of one subscription that are applied already; `done` once all are durable, or refused. It may be called at
-        once."""
+        once. Without entries it comes behind what was written before: an acknowledgement that is repeated is no more durable than the first one."""
         assert self._actor is not None
         entries = list(entries)
         if not entries:
-            done(None)
+            self._actor.write((), done)
             return
         subscription = entries[0].subscription
         committed = self._held[subscription].committed if subscription in self._held else 0

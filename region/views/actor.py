@@ -7,7 +7,8 @@ decided on it is not there, so nothing is served until the state is that of the 
 Invariants:
 - nothing is decided while `refusal` says why; a refused entry is reported to its view (`lost`) before its waiting caller gets
   the error;
-- entries are answered in the order in which they were written; of several at once the last one answers for all;
+- entries are answered in the order in which they were written; of several at once the last one answers for all; a decision that needed none, since an
+  earlier one had made it already, is answered behind all that was written before it;
 - `begin`, every `replay`, `replayed` come in this order, and nothing else of the view is called between them;
 - before the first entry after a replay, and at the beginning of each snapshot, stands what `preface` gives.
 On the event loop.
@@ -72,6 +73,8 @@ class ViewActor:
         self._serving = False
         self._closed = False
         self._reloading: asyncio.Task[None] | None = None
+        self._behind: list[Done] | None = None
+        """who is answered with the newest entry that is under way; None where none is"""
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -130,11 +133,15 @@ class ViewActor:
 
     def append(self, entry: bytes, done: Done) -> None:
         """Write an entry that the view has applied; `done` once it is durable, or why it is not. It may be called at once."""
+        behind: list[Done] = []
 
         def noticed(error: FelixError | None) -> None:
+            if self._behind is behind:
+                self._behind = None
             if error is not None:
                 self._reload(error)
-            done(error)
+            for each in (done, *behind):
+                each(error)
 
         if self._reloading is not None:
             # Decisions that were made on the lost state. Nothing of them is written, so none may be told that it is.
@@ -143,6 +150,7 @@ class ViewActor:
             done(refusal)
         else:
             self._preface()
+            self._behind = behind
             self.journal.append(entry, noticed)
 
     def _preface(self) -> None:
@@ -155,9 +163,13 @@ class ViewActor:
         return [*([] if preface is None else [preface]), *self._view.entries()]
 
     def write(self, entries: Sequence[bytes], done: Done) -> None:
-        """Write some; `done` once all are durable, or why they are not. Without any it is called now."""
+        """Write some; `done` once all are durable, or why they are not. Without any it is called once what was written before is durable: the decision may have
+        been made by an entry that is not yet."""
         if not entries:
-            done(None)
+            if self._behind is not None:
+                self._behind.append(done)
+            else:
+                done(self.refusal() if self._reloading is not None else None)
             return
         if self._reloading is None:
             self._preface()

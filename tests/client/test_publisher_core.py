@@ -30,6 +30,7 @@ from felix.publisher_core import (
     LINGERS,
     LINK_LOST,
     NOTHING,
+    OPEN_PART,
     OPENED,
     ROOM_WANTED,
     Event,
@@ -126,7 +127,7 @@ def test_the_linger_begins_with_the_first_record_and_wakes_once_for_the_oldest()
     assert core.next_batch(1.05) is None
     core.step(TimeCame(None), 1.1)
     assert records_of(send(core, "sending", 1.1)) == [b"a", b"b"]
-    assert core.wake_at == pytest.approx(1.0 + 120)
+    assert core.wake_at == pytest.approx(1.1 + 120 * OPEN_PART)
 
 
 def test_an_answer_to_a_sending_that_was_forgotten_does_not_count() -> None:
@@ -274,6 +275,17 @@ def test_what_came_too_late_says_how_it_stands_with_the_broker() -> None:
     )
 
 
+def test_what_was_sent_once_may_be_in_the_log_also_where_it_waits_to_be_sent_again() -> None:
+    core = core_of(deadline_ms=1_000)
+    core.add(b"a", None, None)
+    core.step(FLUSHED, 0.0)
+    send(core, "1")
+    core.step(LINK_LOST, 0.5)
+    (given_up,) = core.step(TimeCame(None, "no session with the broker stands"), core.wake_at).given_up
+    assert "it was sent and not answered" in given_up.refusal.error.sentence
+    assert given_up.refusal.error.hint == "Whether it is in the log is not known."
+
+
 @pytest.mark.parametrize("linger_ms", [0.0, 5.0])
 def test_what_nobody_takes_is_given_up_in_time_also_before_it_is_a_batch(linger_ms: float) -> None:
     """No session stands: batches are closed as they are sent."""
@@ -281,9 +293,10 @@ def test_what_nobody_takes_is_given_up_in_time_also_before_it_is_a_batch(linger_
     core.add(b"a", None, None)
     core.step(LINGERS if linger_ms else ITERATION_ENDED, 10.0)
     core.add(b"b", None, None)
-    assert core.wake_at <= 11.0
-    assert not core.step(TimeCame(None), 10.5).given_up and core.wake_at == 11.0
-    (given_up,) = core.step(TimeCame(None, "no session with the broker stands"), 11.0).given_up
+    ready = 10.0 + linger_ms / 1_000
+    assert core.wake_at <= ready + OPEN_PART
+    assert not core.step(TimeCame(None), 10.5).given_up and core.wake_at == ready + 1
+    (given_up,) = core.step(TimeCame(None, "no session with the broker stands"), ready + 1).given_up
     assert given_up.refusal.error.sentence.endswith(
         "it could not be sent; no session with the broker stands."
     )
@@ -294,6 +307,36 @@ def test_what_nobody_takes_is_given_up_in_time_also_before_it_is_a_batch(linger_
     core.step(LINGERS if linger_ms else ITERATION_ENDED, 20.0)
     assert not core.step(TimeCame(None), 20.9).given_up
     assert records_of(send(core, "1", 20.9)) == [b"c"]
+
+
+def test_a_record_that_comes_late_is_not_given_up_with_those_that_waited_before_it() -> None:
+    """No session stands, and somebody publishes now and then."""
+    core = core_of(deadline_ms=1_000)
+    given_up = dict[bytes, float]()
+    published = dict[bytes, float]()
+    for step in range(160):
+        now = 10.0 + step / 100
+        if step < 50:
+            payload = b"%d" % step
+            if core.add(payload, None, None) is OPENED:
+                core.step(ITERATION_ENDED, now)
+            published[payload] = now
+        if core.wake_at <= now:
+            for each in core.step(TimeCame(None), now).given_up:
+                given_up |= {bytes(record.payload): now for record in each.refusal.records()}
+    assert given_up.keys() == published.keys()
+    waited = [given_up[payload] - published[payload] for payload in published]
+    assert min(waited) >= 1 - OPEN_PART - 0.011 and max(waited) <= 1.011
+    assert core.held_bytes == 0 and core.wake_at == inf
+
+
+def test_a_linger_that_is_longer_than_the_deadline_gives_nothing_up_that_nobody_tried_to_send() -> None:
+    core = core_of(deadline_ms=1_000, linger_ms=5_000)
+    core.add(b"a", None, None)
+    core.step(LINGERS, 0.0)
+    assert not core.step(TimeCame(None), 1.5).given_up and core.next_batch(1.5) is None
+    core.step(TimeCame(None), 5.0)
+    assert records_of(send(core, "1", 5.0)) == [b"a"]
 
 
 def test_a_process_that_stood_still_reads_what_came_meanwhile_before_it_gives_up() -> None:

@@ -2,8 +2,7 @@
 
     python -m cluster.play_clock FOLDER [--rounds N] [--seed S] [--brokers 1] [--founded HOURS]
 
-What the clock costs is documented (docs/clusters.md, Clocks), and some of it is met here as well: jobs with a delay wait for an hour, and a record whose acknowledgement
-is on its way while the clock jumps ahead comes again, which ends the play. `--founded`: how many hours ago the region was founded, by a right clock; with 0 no certificate holds by a clock that is behind.
+What the clock costs is documented (docs/clusters.md, Clocks), and some of it is met here as well: jobs with a delay wait for an hour. `--founded`: how many hours ago the region was founded, by a right clock; with 0 no certificate holds by a clock that is behind.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from region_peer import take, until
 
 import felix
 from audit.tile import bundle_path
+from cli.reconcile import _reported
 from cli.several import ETCD_FOLDER, ETCD_PEER
 from felix.errors import Code, CorruptionError, RequestError
 from felix.runtime.real import REAL
@@ -305,3 +306,17 @@ async def test_the_command_reconciles_a_region_whose_brokers_are_processes(tmp_p
     async with running(folder), client_of(folder) as client:
         await publish(client, ORDERS, 10, 12)
         assert await read(client, ORDERS, 12) == list(range(12))
+
+
+def test_of_what_another_machine_saved_it_is_said_of_when_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of an earlier run cannot be told from it: the store has forgotten that the broker ran since."""
+    saved = tmp_path / "b2.json"
+    told = FolderReport(
+        region="us-east", broker="b2", folder="ab" * 16, registration=1, intended=1, pulse=1, host="h", boot="b", version="", made_ms=1_796_000_000_000,
+    )  # fmt: skip
+    saved.write_bytes(msgspec.json.encode([told]))
+    assert _reported(saved, {}) == {"b2": told}
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the folder of b2 is taken as it was at 2026-11-30T00:53:20Z" in said

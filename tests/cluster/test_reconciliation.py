@@ -14,6 +14,7 @@ from cluster.stage import Stage, refused
 from felix.settings import Durability
 from region import reconciliation
 from region.cluster.records import EPOCH_MAX
+from region.cluster.registration import FolderRecord
 from region.cluster.transactions import Reason, Refusal
 from region.log.point import LogPoint
 from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
@@ -229,6 +230,56 @@ def test_a_run_that_was_cut_off_forgets_no_folder_that_was_lost(stage: Stage, st
         assert said.epoch == stage.record().unclean and said.given_up == ("b", "c")
     else:
         assert is_led_by_nobody(again)
+
+
+def test_a_former_folder_that_is_back_counts_until_the_one_in_its_place_is_written(stage: Stage) -> None:
+    stage.place("abc", stream=str(AUDIT_STREAM))
+    former = dict(stage.files)
+    for name in "bc":
+        stage.files[name] = FolderRecord(folder=name * 32, registration=6, intended=6)
+    heard: dict[str, tuple[LogTold, ...]] = {"a": (log(9, 3),), "b": (), "c": ()}
+    back: dict[str, tuple[LogTold, ...]] = {"a": (log(9, 3),), "b": (log(9, 5),), "c": (log(9, 5),)}
+    made = planned(stage, heard, stream=str(AUDIT_STREAM))
+    assert isinstance(made, Plan) and "has to be back before this is accepted" in made.losses[0]
+    new, stage.files = stage.files, former
+    again = planned(stage, back, stream=str(AUDIT_STREAM))
+    assert isinstance(again, Plan) and not again.losses and again.shards[0].copies == ("b", "c")
+    stage.files = new
+    freeze = reconciliation.freeze(stage.view(), "a", made)
+    assert freeze is not None and stage.do(freeze)
+    assert all(stage.do(each) for each in reconciliation.brokers(stage.view(), made))
+    stage.files = former
+    assert refused(planned(stage, back, stream=str(AUDIT_STREAM)), Reason.OLD_FOLDER)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("stream", [NAME, str(AUDIT_STREAM)])
+def test_a_folder_that_was_replaced_in_the_store_that_was_put_back_may_have_had_what_was_committed(
+    stage: Stage, stream: str, frozen: bool
+) -> None:
+    """Before it was reconciled, or between a run that was cut off and the next one."""
+    stage.place("abc", stream=stream)
+    heard: dict[str, tuple[LogTold, ...]] = {"b": (), "c": (log(9, 3),)}
+    if frozen:
+        made = planned(stage, {"b": (log(9, 5),), "c": (log(9, 3),)}, ["a"], stream=stream)
+        assert isinstance(made, Plan)
+        freeze = reconciliation.freeze(stage.view(), "b", made)
+        assert freeze is not None and stage.do(freeze)
+    stage.files["b"] = FolderRecord(folder="b" * 32)
+    stage.start("b", replace=True)
+    stage.die("b")
+    for _ in range(2):
+        made = planned(stage, heard, ["a"], stream=stream)
+        assert isinstance(made, Plan) and "a, the folder that b had before" in made.losses[0]
+        freeze = reconciliation.freeze(stage.view(), "b", made)
+        assert freeze is None or stage.do(freeze)
+        assert all(stage.do(each) for each in reconciliation.brokers(stage.view(), made))
+    assert all(stage.do(each) for each in reconciliation.shards(stage.view(), made))
+    if stream == NAME:
+        (said,) = stage.view().unclean.values()
+        assert said.epoch == stage.record().unclean and said.given_up == ("a", "b")
+    else:
+        assert is_led_by_nobody(made)
 
 
 def test_an_audit_log_that_lost_folders_is_led_by_nobody_however_often_it_is_reconciled(stage: Stage) -> None:

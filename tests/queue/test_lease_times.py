@@ -80,6 +80,17 @@ def test_a_lease_that_began_while_the_clock_was_ahead_lasts_as_long_from_when_it
     assert state.counts[Phase.LEASED] == 1 and state.tracked[0].phase is Phase.READY
 
 
+def test_a_lease_that_was_extended_while_the_clock_was_ahead_lasts_as_long_from_when_it_is_right() -> None:
+    state = leased_at(NOW_MS, 30_000)
+    state.extend([(0, 1, 1)], NOW_MS + HOUR_MS + 30_000, NOW_MS + HOUR_MS)
+    state.tick(NOW_MS + 1_000)
+    assert state.tracked[0].leased_ms == NOW_MS, "which is shown"
+    state.tick(NOW_MS + 30_999)
+    assert state.counts[Phase.LEASED] == 1
+    state.tick(NOW_MS + 31_000)
+    assert state.counts[Phase.LEASED] == 0 and state.tracked[0].phase is Phase.READY
+
+
 def test_a_clock_that_was_set_a_little_changes_no_lease() -> None:
     state = leased_at(NOW_MS, 30_000)
     state.tick(NOW_MS - SET_BACK_MS)

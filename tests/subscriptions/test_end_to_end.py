@@ -130,6 +130,45 @@ async def test_what_is_not_acknowledged_in_time_comes_again(region: felix.Region
         assert await consumer.ack(again)
 
 
+@pytest.mark.parametrize("batches", [False, True])
+async def test_what_is_acknowledged_after_its_time_and_counts_does_not_come_again(
+    region: felix.RegionClient, batches: bool
+) -> None:
+    """The broker had sent it once more already."""
+    await region.create_stream(ORDERS)
+    orders = region.stream(ORDERS)
+    await publish(region, *(b"%d" % n for n in range(6)))
+    retries = Retries(attempts_max=0, interval_ms=0)
+    async with orders.consumer("billing", start="earliest", ack_timeout=1.0, retries=retries) as consumer:
+        records = await take(consumer, 6)
+        (share,) = consumer._shares.values()
+        # The second time has no end in this test.
+        await orders.alter_subscription("billing", ack_timeout=600)
+        await until(lambda: share.again and consumer._queue)
+        if batches:
+            assert await consumer.ack_nowait(records[0]) and await consumer.ack(records[3])
+            async with asyncio.timeout(120):
+                batch = await anext(consumer.batches())
+            assert batch.ranges == [(1, 3), (4, 6)] and batch.attempt == 2
+            assert await consumer.ack(batch)
+        else:
+            # Some before the batch is handed out once more, and some while that is done.
+            assert await consumer.ack(records[0])
+            again = await take(consumer, 1)
+            assert (
+                await consumer.ack(records[1])
+                and await consumer.ack(records[2])
+                and await consumer.ack(records[4])
+            )
+            again += await take(consumer, 2)
+            assert [(each.offset, each.attempt) for each in again] == [(1, 2), (3, 2), (5, 2)]
+            assert await consumer.ack(again[1]) and await consumer.ack(again[2])
+        assert not share.handed and not any(ranges for _, ranges in share.again)
+        await publish(region, b"next")
+        assert payloads(await take(consumer, 1)) == [b"next"]
+    assert (await orders.describe_subscription("billing")).shards[0].committed == 6
+
+
 async def test_who_works_record_by_record_loses_none_to_the_timeout(region: felix.RegionClient) -> None:
     """What waits in the client has its clock begun anew while records are handed out."""
     await region.create_stream(ORDERS)

@@ -176,6 +176,35 @@ async def test_a_position_that_cannot_be_written_is_read_back_before_anything_el
     assert (await orders.describe_subscription("billing")).shards[0].committed == 4
 
 
+async def test_an_acknowledgement_that_is_repeated_is_answered_once_the_first_one_is_durable(
+    node: Node, region: felix.RegionClient
+) -> None:
+    """The copies, or the disk, take their time, and whoever waited gave up and asks again."""
+    await region.create_stream(ORDERS)
+    orders = region.stream(ORDERS)
+    await orders.publish(b"a")
+    async with orders.consumer("billing", start="earliest") as consumer:
+        async with asyncio.timeout(120):
+            record = await anext(consumer)
+        (held,) = node.subscriptions._held.values()
+        actor = held.stores[0]._actor
+        assert actor is not None and actor.journal._log is not None
+        log, waiting = actor.journal._log, []
+        real = log.append_nowait
+        log.append_nowait = lambda batch, done: waiting.append((batch, done))  # type: ignore[method-assign]
+        asked = [consumer.ack_nowait(record)]
+        for _ in range(2):
+            await asyncio.sleep(0.2)
+            asked.append(consumer.ack_nowait(record))
+        await asyncio.sleep(0.5)
+        told = [each.done() for each in asked]
+        log.append_nowait = real  # type: ignore[method-assign]
+        for batch, done in waiting:
+            real(batch, done)
+        assert told == [False] * 3 and all(await asyncio.gather(*asked))
+    assert (await orders.describe_subscription("billing")).shards[0].committed == 1
+
+
 async def test_acknowledged_retention_waits_for_the_slowest_subscription(
     node: Node, region: felix.RegionClient
 ) -> None:

@@ -115,6 +115,28 @@ async def test_entries_are_answered_once_they_are_durable_and_the_last_answers_f
     assert held.kept[4:] == [b"4"], "which stands there once"
 
 
+async def test_a_decision_that_was_made_before_is_answered_once_that_is_durable() -> None:
+    """As an acknowledgement that is repeated while the first one waits for the copies."""
+    view, answers = Sum(), list[FelixError | None]()
+    actor, held = await served(view)
+    add(view, actor, [1], answers)
+    add(view, actor, [], answers)
+    add(view, actor, [], answers)
+    assert not answers
+    held.answer()
+    assert answers == [None, None, None]
+    add(view, actor, [2], answers)
+    add(view, actor, [], answers)
+    full = UnavailableError("full", code=Code.DISK_FULL)
+    held.answer(full)
+    assert answers[3:] == [full, full]
+    add(view, actor, [], answers)
+    assert answers[5] is not None, "of a state that is no more"
+    await settled(actor)
+    add(view, actor, [], answers)
+    assert answers[6] is None
+
+
 async def test_after_a_refusal_nothing_is_decided_until_the_journal_was_read_again() -> None:
     view, answers = Sum(), list[FelixError | None]()
     actor, held = await served(view)
