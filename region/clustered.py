@@ -440,8 +440,7 @@ class Clustered:
             if shard.incarnation not in staying:
                 copies.update({*held.replicas, *held.target})
                 in_sync.update(held.isr.keys())
-        drained = [broker for broker, node in view.nodes.items() if node.drain]
-        stuck = {broker: len(draining.bound(view, {broker}, staying)) for broker in drained}
+        stuck = {broker: len(draining.bound(view, {broker}, staying)) for broker in draining.drained_of(view)}
         return [
             BrokerState(
                 broker,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -410,17 +411,12 @@ def link_row() -> Any:
     return SimpleNamespace(row=row, link_shard=None, is_leaving=False)
 
 
-async def _costly(*, is_leaving: bool = False) -> tuple[int, list[int], bool]:
-    """A link takes a batch of two kilobytes, to which rules are applied 80,000 times, by a clock that goes on by a step's time whenever it is read: how many turns others had, what was
-    announced, and whether the batch is held still. `is_leaving`: the link is to stop, from the first of these turns on."""
-    way, announced = route(transform=build_spec(pseudonymize=["ids[]"])), list[int]()
-    numbers = b'{"ids":[' + b",".join([b"1"] * 4_000) + b"]}"
-    item = SealedBatch(4_000, memoryview(sealed(encode_batch([NewRecord(numbers)] * 20, compress=True))))
-    ticks = count()
-    context: Any = SimpleNamespace(
+def context_of(way: Route, monotonic: Callable[[], float]) -> Any:
+    """What a session asks besides, where everything is allowed and nobody else works."""
+    return SimpleNamespace(
         failpoints=SimpleNamespace(at=lambda _: None),
         clock_ms=lambda: way.terms.not_before,
-        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: next(ticks) * STEP_S)),
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=monotonic)),
         require_allowed=lambda row, now_ms: None,
         require_whole=lambda region, link: None,
         held=str,
@@ -429,6 +425,16 @@ async def _costly(*, is_leaving: bool = False) -> tuple[int, list[int], bool]:
         ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
         tracing=None,
     )
+
+
+async def _costly(*, is_leaving: bool = False) -> tuple[int, list[int], bool]:
+    """A link takes a batch of two kilobytes, to which rules are applied 80,000 times, by a clock that goes on by a step's time whenever it is read: how many turns others had, what was
+    announced, and whether the batch is held still. `is_leaving`: the link is to stop, from the first of these turns on."""
+    way, announced = route(transform=build_spec(pseudonymize=["ids[]"])), list[int]()
+    numbers = b'{"ids":[' + b",".join([b"1"] * 4_000) + b"]}"
+    item = SealedBatch(4_000, memoryview(sealed(encode_batch([NewRecord(numbers)] * 20, compress=True))))
+    ticks = count()
+    context = context_of(way, lambda: next(ticks) * STEP_S)
     link, other = link_row(), SimpleNamespace()
 
     class Session(LinkSession):
@@ -479,18 +485,7 @@ async def test_a_batch_that_becomes_many_times_as_long_waits_in_part_and_each_of
         SendWindow(position=100, accounted_to=None, unanswered=(), envelopes_max=24, credit_bytes=1_000),
     )
     announced, most = list[tuple[int, int]](), 0
-    context: Any = SimpleNamespace(
-        failpoints=SimpleNamespace(at=lambda _: None),
-        clock_ms=lambda: way.terms.not_before,
-        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0)),
-        require_allowed=lambda row, now_ms: None,
-        require_whole=lambda region, link: None,
-        held=str,
-        large=Places(1),
-        turns=Turns(STEP_S),
-        ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
-        tracing=None,
-    )
+    context = context_of(way, lambda: 0.0)
 
     class Session(LinkSession):
         def _announce(self, sealed: SealedRange, packed: Packed, held: OnTheWay, *_: Any) -> None:
@@ -562,18 +557,7 @@ async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() ->
     """Both links of a grant ask the rate before they wait for a key; the second one is held, and loses nothing."""
     way, rate, now = route(rate_bytes=1_000), rate_limit(1_000, 0.0), [0.0]
     keys = asyncio.Barrier(2)
-    context: Any = SimpleNamespace(
-        failpoints=SimpleNamespace(at=lambda _: None),
-        clock_ms=lambda: way.terms.not_before,
-        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0])),
-        require_allowed=lambda row, now_ms: None,
-        require_whole=lambda region, link: None,
-        held=str,
-        large=Places(1),
-        turns=Turns(STEP_S),
-        ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
-        tracing=None,
-    )
+    context = context_of(way, lambda: now[0])
     link = link_row()
     item = SealedBatch(4_000, memoryview(batch_of([NewRecord(departure(number)) for number in range(40)])))
 
