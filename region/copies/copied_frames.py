@@ -56,7 +56,7 @@ class CopiedFrames:
                 raise ProtocolError(f"Broker {peer} asks for no range of a log.", code=Code.FRAME_MALFORMED)
             shard = ShardId(asked.incarnation, asked.shard)
             wanted = Wanted(shard, asked.log, asked.begin, asked.end, asked.with_annotations)
-            fetched = await host.frames_for(peer, wanted)
+            fetched = await host.reads.for_repair(peer, wanted)
             return FramesTold(fetched.annotations, encode_entries(fetched.frames))
 
         self._requests.serve(FramesAsk, told)

@@ -7,10 +7,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
-from felix.errors import CorruptionError
+import msgspec
+
+from felix.errors import CorruptionError, UnavailableError
 from felix.settings import Compaction
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardId, YieldReason
+from region.cluster.transactions import Refusal, change
 from region.log.compaction import CompactionReport
 from region.log.compactor import Transform
 from region.log.companions import RECORDS
@@ -19,7 +22,7 @@ from region.log.offload import ListPointer, OffloadList
 from region.log.offloader import drop_local
 from region.log.segment_state import SegmentState
 from region.log.shared_offload import waiting
-from region.replication.hosted import Hosted
+from region.replication.hosted import RETRY_MS, Hosted, not_leader
 from region.replication.ready import DiskFailed
 from region.replication.repairer import Repairer
 
@@ -33,18 +36,45 @@ class OffloadNews(NamedTuple):
 
 
 class CopyMaintenance:
-    """Of the copies in `hosted`. `disk_failed`: who is told that a log of one of them has failed under its work."""
+    """Of the copies in `hosted` of broker `broker`. `disk_failed`: who is told that a log of one of them has failed under its work."""
 
     def __init__(
         self,
+        broker: str,
         hosted: Mapping[ShardId, Hosted],
         mirror: ClusterMirror,
         repairs: Repairer,
         pool: Executor,
         disk_failed: Callable[[Hosted, DiskFailed], Awaitable[None]],
     ) -> None:
-        self._hosted, self._mirror, self._repairs, self._pool = hosted, mirror, repairs, pool
-        self._disk_failed = disk_failed
+        self._broker, self._hosted, self._mirror = broker, hosted, mirror
+        self._repairs, self._pool, self._disk_failed = repairs, pool, disk_failed
+
+    def listed(self, shard: ShardId) -> ListPointer | None:
+        """The list of what is in a store that is in force; None where nothing was offloaded."""
+        record = self._mirror.view.shards.get(shard)
+        return None if record is None else record.offloaded
+
+    async def point_to(self, hosted: Hosted, pointer: ListPointer) -> None:
+        """The leader's change of the list that is in force, compared with the record: of an epoch that is over it changes nothing.
+        Raises UnavailableError where it does not lead any more, or the record was changed meanwhile; and what the store raises."""
+        view, shard = self._mirror.view, hosted.shard
+        record = view.shards.get(shard)
+        if record is None or not hosted.serves or record.epoch != hosted.core.leader.epoch:
+            raise not_leader(shard)
+        after = msgspec.structs.replace(record, offloaded=pointer)
+        made = change(view, shard, self._broker, record, view.revision_of(view.keys.shard(shard)), after)
+        if isinstance(made, Refusal):
+            raise UnavailableError(made.sentence, retry_after_ms=RETRY_MS)
+        result = await self._mirror.commit(made)
+        if result is None and self.listed(shard) == pointer:
+            # The answer was lost, and what it wrote was read: nobody else writes this one.
+            return
+        if result is None or not result.succeeded:
+            raise UnavailableError(
+                f"The record of shard {shard.number} was changed meanwhile: what was offloaded is listed in another turn.",
+                retry_after_ms=RETRY_MS,
+            )
 
     def offload_news(self, shard: ShardId) -> OffloadNews | None:
         """What of the list in force a copy here may have to do with, where it follows the leader that wrote that; None where there is nothing."""

@@ -22,62 +22,57 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
-import msgspec
-
-from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.runtime.port import Runtime
-from felix.storage.port import Files, is_exhausted
+from felix.storage.port import Files
 from felix.tasks import TaskSet, end_tasks
 from region.cluster.election import JournalEnd, LogEnd, has_yielded
-from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardId, YieldReason
 from region.cluster.registration import LEASE_MARGIN_MS
-from region.cluster.transactions import Refusal, change, leave_sets, open_again
+from region.cluster.transactions import Refusal, change
 from region.log.companions import RECORDS
-from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError, too_many_files
-from region.log.offload import ListPointer
+from region.log.errors import StorageFailedError
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
 from region.log.reopener import Reopener, Tried
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
-from region.log.segment_state import SegmentState
 from region.log.shared_offload import SharedLists
 from region.metadata.lease import Lease
 from region.metadata.transaction import Change, Snapshot
 from region.replication.copier import Copier
 from region.replication.copier import Links as CopierLinks
 from region.replication.copies import HostedCopies
+from region.replication.copy_alarms import CopyAlarms
 from region.replication.copy_maintenance import CopyMaintenance
 from region.replication.copy_pace import COPY_RATE_BYTES, CopyPace
+from region.replication.copy_reads import CopyReads
 from region.replication.core import ReplicaCore
-from region.replication.disk import Aside, LogPlan, ReplicaDisk, set_aside
+from region.replication.disk import Aside, LogPlan, ReplicaDisk
+from region.replication.eligibility import Eligibility
 from region.replication.history import BEGINNING
 from region.replication.hosted import RETRY_MS, Hosted, ShardPlan, not_leader, what_was_lost
 from region.replication.leader import DETACHED_MS, HUNG_MS, TICK_MS
 from region.replication.log_worker import Collected, DiskFull, LogBegun, LogWorker
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
+from region.replication.opening import CopyOpener, what_is_lost
 from region.replication.ready import (
     Begun,
     CopyFailed,
     CopyWanted,
     DiskFailed,
     FilesSeen,
-    FramesRead,
     Leaving,
     Linked,
     Living,
-    Lost,
     MinWanted,
     Outcome,
-    Read,
     Ready,
     Received,
     RecordRead,
@@ -89,7 +84,7 @@ from region.replication.ready import (
     Written,
     YieldAsked,
 )  # fmt: skip
-from region.replication.repairer import FETCH_BYTES, NO_SOURCE, Fetched, Repairer, Source, Wanted
+from region.replication.repairer import NO_SOURCE, Repairer, Source
 from region.replication.replica import BrokerLease, Replica
 from region.replication.wire import (
     OriginAsked,
@@ -104,8 +99,6 @@ log = logging.getLogger("felix.region.replication")
 FOLLOWER_WAITING_BYTES_MAX: Final = 32 << 20
 """Frames of one log that wait for a follower's disk. A leader has four times less on its way; more of them come of leaders that followed
 each other quickly."""
-CUT_SHOWN_MS: Final = 24 * 3_600_000
-"""That records were cut which publishers may have been told of needs a person, who looks once a day; then the log has it."""
 HUNG_LOOK_MS: Final = 1_000
 """Between two looks at whether disks answer."""
 FULL_AGAIN_MS: Final = 60_000
@@ -150,37 +143,24 @@ class ReplicaHost:
         copies are asked for what is damaged here; None: nobody is. `scrub`: how closed segments are looked at; None: they are not.
         `copy_rate`: bytes a second of copies that are not in sync. `compacts`: whether a log's copies are compacted; None: none are. `lists`: what
         reads and writes what a shard's copies have in a store together."""
-        self.alarms: dict[ShardId, str] = {}
-        """what needs a person, the newest of each shard"""
         self.unopened: dict[ShardId, str] = {}
         """copies that are here and cannot be opened: why"""
         self.reopener: Reopener[ShardId] = Reopener(runtime, self._open_again)
         """of copies whose disk has failed"""
-        self._over: dict[ShardId, Callable[[], bool]] = {}
         self._hung_looked_ms = 0
-        self.cut_records = 0
-        """records that a leader before had written here and that were cut, since its successor did not have them"""
         self._broker = broker
         self._mirror = mirror
         self._links = links
         self._lists = lists
         self._files = files
-        self._commit_pool = commit_pool
-        self._opening_pool = opening_pool or commit_pool
-        self._read_pool = read_pool
-        self._compaction_pool = compaction_pool or read_pool
+        self._commit_pool, self._read_pool = commit_pool, read_pool
         self._runtime = runtime
         self._sync_failed = sync_failed
         self._compacts = compacts
         self._folder = ""
         self._registered_at = 0
         self._listeners: list[Callable[[ShardId], None]] = []
-        self._open_logs = OpenLogs() if open_logs is None else open_logs
         self._hosted: dict[ShardId, Hosted] = {}
-        self._yielding: set[ShardId] = set()
-        """while the store is told that a copy that is broken, or cannot be opened, does not lead"""
-        self._counting: set[ShardId] = set()
-        """while the store is told that a copy is open again"""
         self._ticking: dict[ShardId, Hosted] = {}
         """those that are not quiescent"""
         self._living: dict[str, int] = {}
@@ -191,20 +171,41 @@ class ReplicaHost:
         self._is_started = self._is_leaving = self._is_closed = False
         self._tasks = TaskSet()
         self._ticks: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
         self._pace = CopyPace(copy_rate, runtime.clock)
         self.repairs = Repairer(
             self,
             NO_SOURCE if source is None else source,
             files=files,
             pool=read_pool,
-            scrub_pool=self._compaction_pool,
+            scrub_pool=compaction_pool or read_pool,
             runtime=runtime,
             scrub=scrub,
             alarm=self._alarm_of_damage,
         )
         self.maintenance = CopyMaintenance(
-            self._hosted, mirror, self.repairs, self._compaction_pool, self._disk_failed
+            broker, self._hosted, mirror, self.repairs, compaction_pool or read_pool, self._disk_failed
+        )
+        self.reads = CopyReads(
+            broker,
+            self._hosted,
+            links,
+            self._pace,
+            self.repairs,
+            read_pool,
+            is_in_sync=self.is_in_sync,
+            step=self._step,
+            disk_failed=self._disk_failed,
+        )
+        self._alarms = CopyAlarms(runtime.clock)
+        self._eligibility = Eligibility(broker, mirror, self._hosted, self.unopened)
+        self._opener = CopyOpener(
+            broker,
+            mirror,
+            files=files,
+            runtime=runtime,
+            open_logs=OpenLogs() if open_logs is None else open_logs,
+            pool=opening_pool or commit_pool,
+            closing_pool=commit_pool,
         )
         mirror.on_change(self._mirrored)
 
@@ -215,6 +216,7 @@ class ReplicaHost:
     ) -> None:
         """Know this start of the broker, and `add` these. `registered_at`: a revision of the store not below that which registered it."""
         self._registration, self._folder, self._registered_at = registration, folder, registered_at
+        self._eligibility.registration = registration
         for plan in plans:
             await self.add(plan)
 
@@ -224,27 +226,26 @@ class ReplicaHost:
         nobody else has a copy, OSError, and what the store raises."""
         assert plan.shard not in self._hosted
         try:
-            disks = await self._opened(plan)
+            disks = await self._opener.open(plan)
         except CorruptionError as error:
             self.alarms[plan.shard] = error.sentence
-            await self._leave_sets(plan.shard, if_alone=False)
+            await self._opener.leave_sets(plan.shard, if_alone=False)
             record = self._mirror.view.shards.get(plan.shard)
             if record is None or not record.members().keys() - {self._broker}:
                 self.unopened[plan.shard] = error.sentence
                 if self._is_started:
                     self._hear_records([plan.shard])
                 raise
-            disks = await self._opened(plan, anew=True)
+            disks = await self._opener.open(plan, anew=True)
             self.repairs.found += 1
             del self.alarms[plan.shard]
-        lost = self._what_is_lost(plan, disks)
+        lost = what_is_lost(plan, disks)
         if lost:
             log.error("shard %s: %s", plan.shard, lost)
             try:
-                await self._leave_sets(plan.shard, if_alone=True)
+                await self._opener.leave_sets(plan.shard, if_alone=True)
             except BaseException:
-                for disk in disks.values():
-                    await self._loop.run_in_executor(self._commit_pool, disk.abandon)
+                await self._opener.abandon(disks)
                 raise
         self._host(plan, disks, lost=bool(lost))
 
@@ -275,80 +276,30 @@ class ReplicaHost:
             leads=lambda: hosted.leads,
             producers=hosted.producers,
             failed=partial(self._step, hosted),
-            fetch=partial(self._fetch, hosted),
-            offloaded=partial(self._offloaded, plan.shard),
+            fetch=partial(self.reads.fetch, hosted),
+            offloaded=partial(self.maintenance.listed, plan.shard),
             lists=partial(self._lists, plan.shard),
             begin_task=partial(self._begin_task, hosted),
         )  # fmt: skip
         self._hosted[plan.shard] = hosted
         if self.unopened.pop(plan.shard, ""):
-            self.alarms.pop(plan.shard, None)
+            self._alarms.drop(plan.shard)
         if self._is_started:
             self._step(hosted, Living(self._living))
             self._hear_records([plan.shard])
             if before is not None:
                 self.want_min(plan.shard, before.min_wanted)
 
-    async def _opened(self, plan: ShardPlan, *, anew: bool = False) -> dict[int, ReplicaDisk]:
-        """As `_open_logs_of`. What was opened is closed where nobody waits for it any more."""
-        opening = self._loop.run_in_executor(self._opening_pool, partial(self._open_logs_of, plan, anew=anew))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            with suppress(OSError, FelixError):
-                for disk in (await opening).values():
-                    await self._loop.run_in_executor(self._commit_pool, disk.abandon)
-            raise
-
-    @staticmethod
-    def _what_is_lost(plan: ShardPlan, disks: Mapping[int, ReplicaDisk]) -> str:
-        """What a copy has not any more that was acknowledged here; empty where it has all."""
-        for number, disk in disks.items():
-            if disk.is_anew:
-                return (
-                    f"log {number} is gone from this broker's disk, and is built anew from the shard's leader"
-                )
-            # What `interval` had not synced may be gone after a power cut: that is judged by the broker's start.
-            if disk.is_short and plan.durability == "fsync":
-                return (
-                    f"log {number} on this broker's disk ends before what it had acknowledged, as an older copy does; "
-                    "it is made equal to that of the shard's leader"
-                )
-        return ""
-
-    async def _leave_sets(self, shard: ShardId, *, if_alone: bool) -> None:
-        """Be no member of the shard's sets, so that nobody elects this broker for what it had. `if_alone`: also where nobody else is left.
-
-        Raises UnavailableError where the region is frozen, and what the store raises.
-        """
-        while True:
-            view = self._mirror.view
-            made = leave_sets(view, shard, self._broker, if_alone=if_alone) if shard in view.shards else None
-            if made is None:
-                return
-            if view.revision_of(view.keys.frozen):
-                # Nothing that is said of a shard is taken before that ends.
-                raise UnavailableError(
-                    f"Shard {shard.number} counts on what broker {self._broker} has not any more, and its record cannot be changed: the region is frozen.",
-                    hint="Its copy here is opened once the region is not frozen any more; felix region status shows why it is.",
-                    retry_after_ms=RETRY_MS,
-                )
-            result = await self._mirror.commit(made)
-            if result is not None and result.succeeded:
-                log.error("shard %s: broker %s has left its in-sync set", shard, self._broker)
-                return
-
     async def remove(self, shard: ShardId) -> None:
         """Have no copy of a shard any more; its files stay. Whoever leads it has been closed."""
         await self.reopener.forget(shard)
         hosted = self._hosted.pop(shard, None)
         self._ticking.pop(shard, None)
-        self.alarms.pop(shard, None)
+        self._alarms.drop(shard)
         self.unopened.pop(shard, None)
-        self._over.pop(shard, None)
         if hosted is not None:
             hosted.broken = "it is not here any more"
-            await self._end(hosted, hosted.broken, in_order=False)
+            await self._opener.close(hosted, hosted.broken, in_order=False)
 
     # -- after its disk has failed ---------------------------------------------------------------------
 
@@ -377,25 +328,24 @@ class ReplicaHost:
                 self._ticking.pop(shard, None)
                 # What is in these files, or in the page cache, is all that there is: the logs that failed know no better.
                 hosted.ends = {number: hosted.acknowledged(number) for number in hosted.workers}
-                await self._end(hosted, hosted.broken, in_order=False)
+                await self._opener.close(hosted, hosted.broken, in_order=False)
                 hosted.is_abandoned = True
             plans = tuple(hosted.workers[log.number].disk.plan for log in hosted.plan.logs)
             plan = replace(hosted.plan, logs=plans)
             disks, why = {}, ""
             try:
-                disks = await self._opened(plan)
+                disks = await self._opener.open(plan)
             except CorruptionError as error:
                 why = error.sentence
-                await self._leave_sets(shard, if_alone=False)
+                await self._opener.leave_sets(shard, if_alone=False)
             lost = what_was_lost(hosted, disks) if disks else ""
             # What is built anew because it was lost is no less than it was.
             if disks and not lost and not hosted.core.replica.lost:
-                lost = self._what_is_lost(plan, disks)
+                lost = what_is_lost(plan, disks)
             if lost:
                 why = lost
-                for disk in disks.values():
-                    await self._loop.run_in_executor(self._commit_pool, disk.abandon)
-                await self._leave_sets(shard, if_alone=True)
+                await self._opener.abandon(disks)
+                await self._opener.leave_sets(shard, if_alone=True)
         except Exception as error:
             log.warning(
                 "shard %s: its logs cannot be opened again, which is tried in %d s: %s",
@@ -403,12 +353,11 @@ class ReplicaHost:
             )  # fmt: skip
             return Tried.FAILED
         if why:
-            self._alarm(
-                hosted, f"its disk has failed, and its logs are not opened again before a restart: {why}"
+            self._alarms.tell(
+                shard, f"its disk has failed, and its logs are not opened again before a restart: {why}"
             )
             return Tried.OVER
-        self._over.pop(shard, None)
-        log.warning("shard %s: its logs are open again; no longer: %s", shard, self.alarms.pop(shard, ""))
+        log.warning("shard %s: its logs are open again; no longer: %s", shard, self._alarms.drop(shard))
         for number, disk in disks.items():
             # They may have been altered meanwhile.
             disk.limit_segments(hosted.workers[number].disk.plan.limits)
@@ -417,92 +366,13 @@ class ReplicaHost:
             self._step(self._hosted[shard], Leaving())
         return Tried.OPENED
 
-    def _look_whether_it_may_lead(self, hosted: Hosted) -> None:
-        """A copy that cannot lead says so where it is elected: whoever led before had not heard of it. One that can, and counts as failed, says that
-        while nobody leads: its logs are open again, or its disk answers again."""
-        shard, record = hosted.shard, self._mirror.view.shards.get(hosted.shard)
-        # Of each copy once a second, and nearly all are well.
-        if record is None or not (record.failed or hosted.broken or hosted.core.replica.failed):
-            return
-        self._yield_broken(shard)
-        if shard not in self._counting and self._counts_again(hosted):
-            self._counting.add(shard)
-            self._tasks.begin(self._count_again(hosted), name="replication")
-
-    def _counts_again(self, hosted: Hosted) -> bool:
-        record, replica = self._mirror.view.shards.get(hosted.shard), hosted.core.replica
-        return (
-            record is not None
-            and record.failed.get(self._broker) == self._registration
-            and (not record.leader or has_yielded(record))
-            and not (hosted.broken or hosted.is_settling or hosted.core.leader.leads)
-            and not (replica.stopped or replica.lost or replica.copying)
-            and replica.synced
-            and not hosted.is_hung
-        )
-
-    async def _count_again(self, hosted: Hosted) -> None:
-        shard = hosted.shard
-        try:
-            while self._counts_again(hosted):
-                made = open_again(self._mirror.view, shard, self._broker)
-                try:
-                    if not isinstance(made, Refusal):
-                        await self._mirror.commit(made)
-                except FelixError as error:
-                    log.warning("shard %s: that it is open again is not written down yet: %s", shard, error)
-                await asyncio.sleep(RETRY_MS / 1_000)
-        finally:
-            self._counting.discard(shard)
-
-    async def _end(self, hosted: Hosted, why: str, *, in_order: bool) -> None:
-        if hosted.is_abandoned:
-            return
-        for worker in hosted.workers.values():
-            worker.halt(why)
-        for worker in hosted.workers.values():
-            await worker.idle()
-            try:
-                await self._loop.run_in_executor(
-                    self._commit_pool, worker.disk.close if in_order else worker.disk.abandon
-                )
-            except (OSError, FelixError) as error:
-                log.warning("closing log %s: %s", worker.disk.plan.folder, error)
-
-    def _open_logs_of(self, plan: ShardPlan, *, anew: bool = False) -> dict[int, ReplicaDisk]:
-        """`anew`: begin those anew that are damaged."""
-        disks: dict[int, ReplicaDisk] = {}
-        open_log = partial(
-            ReplicaDisk.open, files=self._files, runtime=self._runtime, open_logs=self._open_logs
-        )
-        try:
-            for each in plan.logs:
-                try:
-                    disks[each.number] = open_log(each)
-                except CorruptionError as error:
-                    if not anew:
-                        raise
-                    aside = set_aside(self._files, each)
-                    log.error(
-                        "shard %s: %s It is kept in %s until the copy is in sync again.",
-                        plan.shard,
-                        error.sentence,
-                        aside,
-                    )
-                    disks[each.number] = open_log(each)
-        except BaseException:
-            for disk in disks.values():
-                disk.abandon()
-            raise
-        return disks
-
     def start(self) -> None:
         """Lead and follow. The mirror has reached the registration, and the broker is alive."""
         self._is_started = True
         self._read_lease(self._now())
         self._know_peers()
         self._hear_records([*self._hosted, *self.unopened])
-        self._ticks = self._loop.create_task(self._tick(), name="replication ticks")
+        self._ticks = asyncio.get_running_loop().create_task(self._tick(), name="replication ticks")
         self.repairs.start()
 
     async def close(self) -> None:
@@ -519,12 +389,23 @@ class ReplicaHost:
             await end_tasks(self._ticks)
         await self.repairs.close()
         await self.reopener.close()
+        await self._eligibility.close()
         await self._tasks.end()
         for hosted in self._hosted.values():
             self._depose(hosted, UnavailableError(f"The shard has stopped: {why}.", code=Code.SHUTTING_DOWN))
-            await self._end(hosted, why, in_order=in_order)
+            await self._opener.close(hosted, why, in_order=in_order)
 
     # -- what others ask -------------------------------------------------------------------------------
+
+    @property
+    def alarms(self) -> dict[ShardId, str]:
+        """What needs a person, the newest of each shard."""
+        return self._alarms.shown
+
+    @property
+    def cut_records(self) -> int:
+        """As `CopyAlarms.cut_records`."""
+        return self._alarms.cut_records
 
     @property
     def registration(self) -> int:
@@ -621,44 +502,11 @@ class ReplicaHost:
             if hosted.answers_early and number == RECORDS
             else None,
             repair=partial(self.repairs.repair, shard, number),
-            offloaded=partial(self._offloaded, shard),
-            point_to=partial(self._point_to, hosted),
+            offloaded=partial(self.maintenance.listed, shard),
+            point_to=partial(self.maintenance.point_to, hosted),
             lists=partial(self._lists, shard),
         )
         return copies
-
-    # -- offload ---------------------------------------------------------------------------------------
-
-    def _offloaded(self, shard: ShardId) -> ListPointer | None:
-        record = self._mirror.view.shards.get(shard)
-        return None if record is None else record.offloaded
-
-    async def _point_to(self, hosted: Hosted, pointer: ListPointer) -> None:
-        """The leader's change of the list that is in force, compared with the record: of an epoch that is over it changes nothing."""
-        view, shard = self._mirror.view, hosted.shard
-        record = view.shards.get(shard)
-        if record is None or not hosted.serves or record.epoch != hosted.core.leader.epoch:
-            raise not_leader(shard)
-        after = msgspec.structs.replace(record, offloaded=pointer)
-        made = change(view, shard, self._broker, record, view.revision_of(view.keys.shard(shard)), after)
-        if isinstance(made, Refusal):
-            raise UnavailableError(made.sentence, retry_after_ms=RETRY_MS)
-        result = await self._mirror.commit(made)
-        if result is None and self._offloaded(shard) == pointer:
-            # The answer was lost, and what it wrote was read: nobody else writes this one.
-            return
-        if result is None or not result.succeeded:
-            raise UnavailableError(
-                f"The record of shard {shard.number} was changed meanwhile: what was offloaded is listed in another turn.",
-                retry_after_ms=RETRY_MS,
-            )
-
-    async def _fetch(self, hosted: Hosted, number: int, segment: SegmentState) -> None:
-        """Bring a segment of a log that is led here back from its store. Raises UnavailableError, CorruptionError (of the store's copy)."""
-        led = hosted.led.get(number)
-        if led is None:
-            raise UnavailableError("The log is not led here yet.", retry_after_ms=RETRY_MS)
-        await led.fetch(segment)
 
     def _refusal(self, hosted: Hosted) -> UnavailableError | None:
         """Why a shard that is led here takes no appends now."""
@@ -677,8 +525,8 @@ class ReplicaHost:
         self._begin_task(hosted, self._disk_failed(hosted, failed))
 
     def _full(self, hosted: Hosted, copies: HostedCopies, error: FelixError) -> None:
-        self._alarm(
-            hosted,
+        self._alarms.tell(
+            hosted.shard,
             "its disk is full: nothing is written there until there is room",
             lambda: not copies.is_full,
         )
@@ -700,61 +548,8 @@ class ReplicaHost:
     async def read_committed(
         self, shard: ShardId, number: int, begin: LogPoint, size: int
     ) -> tuple[Frame, ...]:
-        """Frames of a log of a copy here, led or not, from `begin` on, as far as they are known to be committed: of about `size` bytes, one
-        at least; none where there is no more, or no copy. Raises what reading raises."""
-        hosted = self._hosted.get(shard)
-        if hosted is None:
-            return ()
-        log, disk = hosted.core.replica.logs[number], hosted.workers[number].disk
-        end = log.commit
-        begin = max(begin, log.start)
-        if begin >= end:
-            return ()
-        return await self.repairs.reading(
-            shard, number, partial(disk.read, begin, size, end), self._read_pool
-        )
-
-    async def frames_for(self, peer: str, wanted: Wanted) -> Fetched:
-        """What `peer`, which has a damaged copy, asks of a log here: committed frames, and the annotations in force where they begin.
-
-        Raises UnavailableError where this copy is not in sync, or has not that much committed; RequestError(UNSUPPORTED) where its own were
-        compacted; CorruptionError where they are damaged here, too.
-        """
-        shard, number, begin, end, with_annotations = wanted
-        hosted, record = self._hosted.get(shard), self._mirror.view.shards.get(shard)
-        if (
-            hosted is None
-            or record is None
-            or hosted.broken
-            or hosted.core.replica.stopped
-            or not hosted.core.hears(peer)
-            or record.isr.get(self._broker) != self._registration
-            or number not in hosted.workers
-            or number in hosted.core.replica.copying
-            or end > hosted.core.replica.logs[number].commit
-        ):
-            raise UnavailableError(
-                f"Broker {self._broker} has no copy of that in sync.", retry_after_ms=RETRY_MS
-            )
-        disk = hosted.workers[number].disk
-
-        def read() -> Fetched:
-            if not with_annotations:
-                return Fetched({}, disk.log.read_frames(begin, FETCH_BYTES, end, is_guessed=True))
-            annotations = disk.log.annotations_at(begin)
-            try:
-                return Fetched(annotations, disk.log.read_frames(begin, FETCH_BYTES, end))
-            except SegmentDamagedError as error:
-                # They are of use without the frames, which another copy may have.
-                self._loop.call_soon_threadsafe(self.repairs.note, shard, number, error)
-                return Fetched(annotations, ())
-
-        try:
-            return await self._loop.run_in_executor(self._read_pool, read)
-        except SegmentDamagedError as error:
-            # Repaired beside; whoever asked asks another one, and this one again.
-            self.repairs.note(shard, number, error)
-            raise
+        """As `CopyReads.committed`."""
+        return await self.reads.committed(shard, number, begin, size)
 
     def disks(self, shard: ShardId) -> dict[int, ReplicaDisk]:
         """The logs of a copy here, by number; none where there is none, or where it has stopped."""
@@ -957,41 +752,17 @@ class ReplicaHost:
             return
         hosted.broken = f"{type(error).__name__}: {error}"
         self._ticking.pop(hosted.shard, None)
-        self._alarm(hosted, f"it has stopped by a mistake of its own ({hosted.broken})")
+        self._alarms.tell(hosted.shard, f"it has stopped by a mistake of its own ({hosted.broken})")
         for worker in hosted.workers.values():
             worker.halt(hosted.broken)
         self._depose(hosted, not_leader(hosted.shard))
         self._tell(hosted)
-        self._yield_broken(hosted.shard)
-
-    def _yield_broken(self, shard: ShardId) -> None:
-        if shard not in self._yielding and not self._is_closed and self._why_elected_in_vain(shard):
-            self._yielding.add(shard)
-            self._tasks.begin(self._yield_until_heard(shard), name="replication")
-
-    async def _yield_until_heard(self, shard: ShardId) -> None:
-        """Say in the store that this copy cannot serve, while its record says that it leads: its core cannot any more, or it has none."""
-        try:
-            while why := self._why_elected_in_vain(shard):
-                view = self._mirror.view
-                record = view.shards[shard]
-                revision = view.revision_of(view.keys.shard(shard))
-                made = change(view, shard, self._broker, record, revision, with_yield(record, why))
-                if not isinstance(made, Refusal):
-                    try:
-                        await self._mirror.commit(made)
-                    except FelixError as error:
-                        log.warning(
-                            "shard %s: that it cannot be served is not written down yet: %s", shard, error
-                        )
-                await asyncio.sleep(RETRY_MS / 1_000)
-        finally:
-            self._yielding.discard(shard)
+        self._eligibility.look_whether_elected_in_vain(hosted.shard)
 
     def _carry_out(self, hosted: Hosted, ready: Ready) -> None:
         workers = hosted.workers
         for lost in ready.lost:
-            self._note_lost(hosted, lost)
+            self._alarms.note_lost(hosted, lost)
         for cut in ready.truncate:
             workers[cut.log].put(cut)
         if ready.begin:
@@ -1007,7 +778,8 @@ class ReplicaHost:
         for copy in ready.copy:
             hosted.copier.begin(copy, self._now())
         for read in ready.read:
-            self._begin_task(hosted, self._read(hosted, read, hosted.core.replica.logs[read.log].cuts))
+            cuts = hosted.core.replica.logs[read.log].cuts
+            self._begin_task(hosted, self.reads.for_follower(hosted, read, cuts))
         for keep in ready.keep:
             workers[keep.log].put(keep)
         for trim in ready.trim:
@@ -1015,43 +787,13 @@ class ReplicaHost:
         if ready.swap is not None:
             self._begin_task(hosted, self._swap(hosted, ready.swap))
         for alarm in ready.alarms:
-            self._alarm(hosted, alarm, None if hosted.core.replica.stopped else lambda: hosted.is_whole)
-
-    def _note_lost(self, hosted: Hosted, lost: Lost) -> None:
-        in_log = lost.log == RECORDS
-        what = f"{'records' if in_log else 'entries'} {lost.begin} to {lost.end - 1}{'' if in_log else ' of its journal'} were cut"
-        if in_log:
-            self.cut_records += lost.end - lost.begin
-        if lost.given_up:
-            self._alarm_of_cut(
-                hosted,
-                f"{what}, which clients may have been told of: the shard goes on from a copy that lacked them",
+            self._alarms.tell(
+                hosted.shard, alarm, None if hosted.core.replica.stopped else lambda: hosted.is_whole
             )
-        elif not in_log:
-            log.info("shard %s: %s, which nobody was told of", hosted.shard, what)
-        elif hosted.answers_early:
-            self._alarm_of_cut(
-                hosted,
-                f"{what}, which the leader that followed did not have: with acks leader, publishers may have been told that they are there",
-            )
-        else:
-            log.info("shard %s: %s, which the leader that followed did not have", hosted.shard, what)
-
-    def _alarm_of_cut(self, hosted: Hosted, sentence: str) -> None:
-        shown_until = self._now() + CUT_SHOWN_MS
-        self._alarm(hosted, sentence, lambda: self._now() >= shown_until)
 
     def _alarm_of_damage(self, shard: ShardId, sentence: str, is_over: Callable[[], bool]) -> None:
-        if (hosted := self._hosted.get(shard)) is not None:
-            self._alarm(hosted, sentence, is_over)
-
-    def _alarm(self, hosted: Hosted, sentence: str, is_over: Callable[[], bool] | None = None) -> None:
-        """`is_over`: whether the cause has gone; None: it goes with this process, or with the copy."""
-        self.alarms[hosted.shard] = sentence
-        self._over.pop(hosted.shard, None)
-        if is_over is not None:
-            self._over[hosted.shard] = is_over
-        log.error("shard %s: %s", hosted.shard, sentence)
+        if shard in self._hosted:
+            self._alarms.tell(shard, sentence, is_over)
 
     def _begin_task(self, hosted: Hosted, work: Awaitable[None]) -> None:
         async def run() -> None:
@@ -1092,8 +834,8 @@ class ReplicaHost:
             self._begin_task(hosted, self._disk_failed(hosted, told))
         elif isinstance(told, DiskFull):
             worker = hosted.workers[told.log]
-            self._alarm(
-                hosted,
+            self._alarms.tell(
+                hosted.shard,
                 f"its disk is full ({worker.full}): what it is to write waits, and goes on once there is room",
                 lambda: not worker.full,
             )
@@ -1126,82 +868,12 @@ class ReplicaHost:
         elif passes and not had_failed:
             self.reopener.failed(hosted.shard)
         told = "; its logs are opened again by themselves, if they can be" if passes else ""
-        self._alarm(hosted, f"its disk has failed: {worker.failure}{told}")
-
-    async def _read(self, hosted: Hosted, read: Read, cuts: int) -> None:
-        """Frames for a follower, once the link to it has room."""
-        await self._links.room(read.peer)
-        if read.paced:
-            await self._pace.take(read.paced)
-        disk = hosted.workers[read.log].disk
-        try:
-            frames = await self._read_repaired(hosted, read, cuts)
-        except UnavailableError:
-            # Whoever follows asks again, or has already.
-            return
-        except (RequestError, NotLocalError):
-            frames = ()
-        except (CorruptionError, OSError, FelixError) as error:
-            frames = ()
-            if hosted.core.replica.logs[read.log].cuts == cuts and hosted.leads:
-                log.error("log %s cannot be read: %s", disk.plan.folder, error)
-                hosted.workers[read.log].halt(
-                    str(error), is_disk_error=isinstance(error, OSError | StorageFailedError)
-                )
-                why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
-                await self._disk_failed(hosted, DiskFailed(read.log, why))
-                return
-        if read.paced:
-            cost = sum(frame.size + read.beside for frame in frames)
-            self._pace.give_back(min(read.paced, read.size - cost))
-        self._step(hosted, FramesRead(read.peer, read.ask, read.log, read.begin, frames))
-
-    async def _read_repaired(self, hosted: Hosted, read: Read, cuts: int) -> tuple[Frame, ...]:
-        """As `ReplicaDisk.read_placed`. What is damaged is repaired first, what is in a store only is fetched, and a copy that wants it waits as
-        long as that takes: nobody else does.
-        Raises UnavailableError where it does not want it any more."""
-        disk, number = hosted.workers[read.log].disk, read.log
-        while True:
-            try:
-                return await self._loop.run_in_executor(
-                    self._read_pool, disk.read_placed, read.begin, read.size, read.end, read.beside
-                )
-            except (SegmentDamagedError, NotLocalError, OSError) as error:
-                if isinstance(error, OSError) and not is_exhausted(error):
-                    raise
-                follower = hosted.core.leader.followers.get(read.peer)
-                if hosted.core.replica.logs[number].cuts != cuts or not hosted.leads:
-                    raise
-                if follower is None or follower.ask != read.ask:
-                    raise UnavailableError(f"Broker {read.peer} asks anew.") from None
-                try:
-                    if isinstance(error, OSError):
-                        raise too_many_files(error, disk.plan.folder)
-                    if isinstance(error, NotLocalError):
-                        await self._fetch(hosted, number, error.segment)
-                    else:
-                        await self.repairs.repair(hosted.shard, number, error)
-                except (CorruptionError, UnavailableError) as left:
-                    log.warning(
-                        "shard %s: broker %s waits for what cannot be read here: %s",
-                        hosted.shard,
-                        read.peer,
-                        left,
-                    )
-                    await asyncio.sleep(RETRY_MS / 1_000)
-
-    # -- segments, alarms ------------------------------------------------------------------------------
+        self._alarms.tell(hosted.shard, f"its disk has failed: {worker.failure}{told}")
 
     def limit_segments(self, shard: ShardId, number: int, limits: SegmentLimits) -> None:
         """Close the segments of a log by these limits from now on."""
         if (hosted := self._hosted.get(shard)) is not None:
             hosted.workers[number].disk.limit_segments(limits)
-
-    def _look_at_alarm(self, shard: ShardId) -> None:
-        is_over = self._over.get(shard)
-        if is_over is not None and is_over():
-            del self._over[shard]
-            log.info("shard %s: no longer: %s", shard, self.alarms.pop(shard, ""))
 
     # -- the metadata store ----------------------------------------------------------------------------
 
@@ -1224,33 +896,11 @@ class ReplicaHost:
             hosted, record = self._hosted.get(shard), view.shards.get(shard)
             if hosted is None:
                 # Elected as one of its sets: nobody else knows that it cannot be opened.
-                self._yield_broken(shard)
+                self._eligibility.look_whether_elected_in_vain(shard)
             elif record is not None:
                 key = view.keys.shard(shard)
                 self._step(hosted, RecordRead(record, view.revision_of(key), view.revision))
-                self._look_whether_it_may_lead(hosted)
-
-    def _why_elected_in_vain(self, shard: ShardId) -> YieldReason | None:
-        """Why a copy here cannot lead that is to by the record; None where it can, or is not to."""
-        hosted, record = self._hosted.get(shard), self._mirror.view.shards.get(shard)
-        if (
-            record is None
-            or record.leader != self._broker
-            or record.isr.get(self._broker) != self._registration
-            or has_yielded(record)
-        ):
-            return None
-        if hosted is None:
-            return "corrupt" if shard in self.unopened else None
-        if hosted.broken:
-            return "failed"
-        failed = hosted.core.replica.failed
-        if failed in ("", "leaving") or hosted.core.leader.leads:
-            return None
-        if failed == "failed":
-            return "failed"
-        # One that was to cut what is committed, and did not, has that: a person is to look.
-        return "corrupt" if hosted.has_failed else None
+                self._eligibility.look(hosted)
 
     def _know_peers(self) -> None:
         view = self._mirror.view
@@ -1299,13 +949,12 @@ class ReplicaHost:
             await asyncio.sleep(TICK_MS / 1_000)
             now = self._now()
             self._read_lease(now)
-            for shard in list(self._over):
-                self._look_at_alarm(shard)
+            self._alarms.look()
             if now >= self._hung_looked_ms + HUNG_LOOK_MS:
                 self._hung_looked_ms = now
                 for hosted in list(self._hosted.values()):
                     self._look_whether_hung(hosted)
-                    self._look_whether_it_may_lead(hosted)
+                    self._eligibility.look(hosted)
             is_detached = now > self._broker_lease.until_ms + DETACHED_MS
             for hosted in list((self._hosted if is_detached else self._ticking).values()):
                 if now < hosted.core.rests_until_ms and not is_detached:
@@ -1321,8 +970,8 @@ class ReplicaHost:
         if hosted.broken or not hung:
             return
         if not hangs:
-            self._alarm(
-                hosted,
+            self._alarms.tell(
+                hosted.shard,
                 f"its disk has not answered for {HUNG_MS // 1_000} s: what it is to write waits, and goes on if it does",
                 lambda: not hosted.is_hung,
             )

@@ -22,6 +22,7 @@ from region.log.disk import DiskLog
 from region.log.origin import Origin
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
+from region.replication import copy_alarms
 from region.replication import host as host_module
 from region.replication import leader as leader_module
 from region.replication.copies import HostedCopies
@@ -90,7 +91,7 @@ def test_nothing_that_was_acknowledged_is_lost_whatever_goes_wrong(seed: int) ->
 def test_a_leader_that_is_cut_off_acknowledges_alone_with_acks_leader_and_what_is_lost_is_told(
     answers_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_module, "CUT_SHOWN_MS", 20_000)
+    monkeypatch.setattr(copy_alarms, "CUT_SHOWN_MS", 20_000)
 
     async def scene(region: SimulatedRegion) -> None:
         shard = region.shards[0]

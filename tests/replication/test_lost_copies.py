@@ -14,7 +14,8 @@ from replication.replicated_region import LOGS, NAMES, REGION, SimulatedRegion, 
 from felix.errors import RequestError, UnavailableError
 from region.cluster.records import ClusterKeys, FrozenRecord, ShardId, encode
 from region.metadata.transaction import Delete, Put
-from region.replication.host import ReplicaHost
+from region.replication import host
+from region.replication.opening import CopyOpener
 
 LEASES_END_S = 5
 """Twice as long as they hold: whoever comes first is elected at once."""
@@ -113,7 +114,7 @@ def test_a_copy_that_was_put_back_as_it_was_earlier_leads_nothing(victim: str) -
 def test_where_the_word_comes_late_it_gives_up_what_it_was_elected_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ReplicaHost, "_leave_sets", AsyncMock())
+    monkeypatch.setattr(CopyOpener, "leave_sets", AsyncMock())
     test_a_copy_whose_folder_is_gone_leads_nothing_and_is_built_anew("a", 0)
 
 
@@ -121,16 +122,16 @@ def test_in_a_frozen_region_it_is_refused_and_comes_back_once_the_region_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused: list[UnavailableError] = []
-    leave_sets = ReplicaHost._leave_sets
+    leave_sets = CopyOpener.leave_sets
 
-    async def noted(host: ReplicaHost, shard: ShardId, *, if_alone: bool) -> None:
+    async def noted(opener: CopyOpener, shard: ShardId, *, if_alone: bool) -> None:
         try:
-            await leave_sets(host, shard, if_alone=if_alone)
+            await leave_sets(opener, shard, if_alone=if_alone)
         except UnavailableError as error:
             refused.append(error)
             raise
 
-    monkeypatch.setattr(ReplicaHost, "_leave_sets", noted)
+    monkeypatch.setattr(CopyOpener, "leave_sets", noted)
 
     async def scene(region: SimulatedRegion) -> None:
         await some_are_acknowledged(region, 12)
@@ -154,6 +155,6 @@ def test_without_the_rule_an_empty_copy_is_elected_and_cuts_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A twin."""
-    monkeypatch.setattr(ReplicaHost, "_what_is_lost", staticmethod(lambda *_: ""))
+    monkeypatch.setattr(host, "what_is_lost", lambda *_: "")
     with pytest.raises(RequestError, match="leaves a gap: 0 is next"):
         test_a_copy_whose_folder_is_gone_leads_nothing_and_is_built_anew("a", 0)

@@ -457,7 +457,7 @@ def test_a_copy_that_is_open_again_before_its_word_that_it_cannot_lead_is_writte
         await region.until(lambda: host._hosted[region.shards[0]].broken)
         monkeypatch.setattr(host._mirror, "commit", commit_late)
         region.kill(leader)
-        await region.until(lambda: host._yielding)
+        await region.until(lambda: host._eligibility.yielding)
         region.machines[name].standstill.end()
         await region.until(lambda: host.reopener.opened)
         await asyncio.sleep(0.5)
