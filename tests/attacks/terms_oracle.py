@@ -248,8 +248,11 @@ def payload_ok(terms: OracleTerms, sent: Sent) -> bool:
         twice = twice or len(dict(members)) != len(members)
         return dict(members)
 
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
     try:
-        record = json.loads(sent.payload.decode(), object_pairs_hook=pairs)
+        record = json.loads(sent.payload.decode(), object_pairs_hook=pairs, parse_constant=constant)
     except (ValueError, RecursionError):
         return False
     if twice or not isinstance(record, dict) or compact(record) != sent.payload or depth(record) > 64:
