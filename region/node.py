@@ -232,7 +232,7 @@ class Node:
             (MEASURE_S, measure, "what is in use could not be measured"),
             (
                 self.config.subscriptions.sweep_every / 1000,
-                lambda: self.subscriptions.sweep(self.broker.streams_ms()),
+                self.subscriptions.sweep,
                 "inactive subscriptions could not be looked at",
             ),
             (storage.sweep_every / 1000, retain, "retention could not be applied"),
