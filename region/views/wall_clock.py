@@ -16,7 +16,7 @@ SET_MS: Final = 5_000
 class WallClock:
     """See the module. Times in ms."""
 
-    __slots__ = ("_boot_ms", "_offset_ms", "_was_set", "_wall_ms")
+    __slots__ = ("_boot_ms", "_offset_ms", "_wall_ms", "_was_set")
 
     def __init__(
         self, wall_ms: Callable[[], int], boot_ms: Callable[[], int], was_set: Callable[[int], None]
