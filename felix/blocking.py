@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, ParamSpec, Self, TypeVar
 
 from felix import cache, client, consumer, queue, subscription, transaction
 from felix.batch import Headers, Record
-from felix.errors import Code, RequestError
+from felix.errors import Code, FelixError, RequestError
 from felix.notebook import Rows
 from felix.payload import MessageId, Payload, RecordKey, key_bytes, paired, payload_bytes, with_message_id
 from felix.publisher import Publisher
@@ -196,6 +196,9 @@ class BlockingTransaction(Blocking[transaction.Transaction]):
         self._background.call(self._inner.__aexit__(kind, error, trace))
 
 
+GatheredRecord = tuple[bytes, bytes | None, Headers | None]
+
+
 class GatheringPublisher(Blocking[Publisher]):
     """Gathers records in the caller's thread, and hands them over by the batch; one thread at a time.
 
@@ -208,6 +211,7 @@ class GatheringPublisher(Blocking[Publisher]):
         "_batch_records",
         "_failed",
         "_gathered_bytes",
+        "_giving",
         "_linger_s",
         "_lock",
         "_records",
@@ -229,10 +233,11 @@ class GatheringPublisher(Blocking[Publisher]):
         self._batch_records = batch_records
         # The linger's timer takes what is gathered from the loop's thread.
         self._lock = threading.Lock()
-        self._records: list[tuple[bytes, bytes | None, Headers | None]] = []
+        self._records: list[GatheredRecord] = []
         self._gathered_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._failed: BaseException | None = None
+        self._giving = asyncio.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -259,18 +264,22 @@ class GatheringPublisher(Blocking[Publisher]):
         *,
         message_id: MessageId | None = None,
     ) -> None:
-        """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then."""
+        """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then: this record is not given, and what was
+        gathered before stays so."""
         if message_id is not None:
             headers = with_message_id(headers, message_id)
-        taken = payload_bytes(payload)
-        own = key_bytes(key) if key else None
+        record = (payload_bytes(payload), key_bytes(key) if key else None, headers)
         with self._lock:
             first = not self._records
-            self._records.append((taken, own, headers))
-            self._gathered_bytes += len(taken)
+            self._records.append(record)
+            self._gathered_bytes += len(record[0])
             full = self._gathered_bytes >= self._batch_bytes or len(self._records) >= self._batch_records
         if full:
-            self._hand_over()
+            try:
+                self._background.call(self._send_gathered())
+            except FelixError:
+                self._leave_out(record)
+                raise
         elif first and self._linger_s:
             self._background.loop.call_soon_threadsafe(self._begin_linger)
 
@@ -280,34 +289,65 @@ class GatheringPublisher(Blocking[Publisher]):
             self.send(payload, key)
 
     def flush(self) -> None:
-        """Return once all is acknowledged. Raises as `Publisher.flush`."""
-        self._hand_over()
-        self._background.call(self._inner.flush())
+        """Return once all is acknowledged. Raises as `Publisher.flush`; what is gathered is given all the same."""
+        self._background.call(self._ended_by(self._inner.flush))
 
     def close(self) -> None:
         """Flush and end the publish stream."""
-        try:
-            self._hand_over()
-        finally:
-            self._background.call(self._inner.close())
+        self._background.call(self._ended_by(self._inner.close))
 
-    def _take(self) -> list[tuple[bytes, bytes | None, Headers | None]]:
+    async def _ended_by(self, end: Callable[[], Awaitable[None]]) -> None:
+        failed, self._failed = self._failed, None
+        while self._records or self._giving.locked():
+            try:
+                await self._give()
+            except FelixError as error:
+                # Of one record that cannot be: those behind it go on.
+                failed = failed or error
+        await end()
+        if failed is not None:
+            raise failed
+
+    def _take(self) -> list[GatheredRecord]:
         with self._lock:
             records, self._records, self._gathered_bytes = self._records, [], 0
         return records
 
-    def _hand_over(self) -> None:
-        self._background.call(self._send_gathered())
+    def _put_back(self, records: list[GatheredRecord]) -> None:
+        with self._lock:
+            self._records[:0] = records
+            self._gathered_bytes += sum(len(payload) for payload, _, _ in records)
+
+    def _leave_out(self, record: GatheredRecord) -> None:
+        """The newest, where it was not given."""
+        with self._lock:
+            if self._records and self._records[-1] is record:
+                del self._records[-1]
+                self._gathered_bytes -= len(record[0])
 
     async def _send_gathered(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Raises the error of an earlier batch before anything is given."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
-        for payload, key, headers in self._take():
-            await self._inner.send(payload, key, headers)
+        await self._inner._check()
+        await self._give()
+
+    async def _give(self) -> None:
+        """Raises where a record cannot be: it is left out, and those behind it stay gathered. Where nothing more can be given, nothing stays."""
+        # In order: the linger may have ended while a full buffer is waited for.
+        async with self._giving:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            records = self._take()
+            for at, record in enumerate(records):
+                try:
+                    await self._inner._give(*record)
+                except FelixError:
+                    if not self._inner.is_over:
+                        self._put_back(records[at + 1 :])
+                    raise
 
     def _begin_linger(self) -> None:
         if self._timer is None:
@@ -315,13 +355,15 @@ class GatheringPublisher(Blocking[Publisher]):
 
     def _linger_ended(self) -> None:
         self._timer = None
-        task = self._background.loop.create_task(self._send_gathered())
+        task = self._background.loop.create_task(self._give())
         task.add_done_callback(self._lingered)
 
     def _lingered(self, task: asyncio.Task[None]) -> None:
-        """The next call raises the error of a record that could not be sent."""
+        """The next call raises the error of a record that could not be sent; those behind it linger once more."""
         if not task.cancelled() and task.exception() is not None:
-            self._failed = task.exception()
+            self._failed = self._failed or task.exception()
+            if self._records:
+                self._begin_linger()
 
 
 class RecordIterator(_Closing[subscription.Subscription]):
