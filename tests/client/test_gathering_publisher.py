@@ -1,0 +1,55 @@
+"""The publisher of the synchronous client keeps the order of its records, whoever hands them over: the linger, or the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from felix.blocking import Background, GatheringPublisher
+
+
+class Full:
+    """What stands in the place of a publisher: `room` says when it takes the next record."""
+
+    is_over = False
+
+    def __init__(self) -> None:
+        self.room = asyncio.Event()
+        self.waits = threading.Event()
+        self.given: list[bytes] = []
+
+    async def _check(self) -> None:
+        pass
+
+    async def _give(self, payload: bytes, key: Any, headers: Any) -> None:
+        self.waits.set()
+        await self.room.wait()
+        self.given.append(payload)
+        await asyncio.sleep(0)
+
+    async def flush(self) -> None:
+        pass
+
+    close = flush
+
+
+@pytest.mark.parametrize("end", ["flush", "close", "full"])
+def test_records_that_the_linger_hands_over_stay_before_those_of_the_next_batch(end: str) -> None:
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=1, batch_bytes=1 << 20, batch_records=100)  # type: ignore[arg-type]
+    try:
+        for number in range(50):
+            made.send(b"%d" % number)
+        assert inner.waits.wait(60), "the linger has ended, and there is no room"
+        last = threading.Thread(target=lambda: made.send(b"last") if end == "full" else getattr(made, end)())
+        for number in range(50, 149):
+            made.send(b"%d" % number)
+        last.start()
+        background.loop.call_soon_threadsafe(inner.room.set)
+        last.join(60)
+        assert inner.given[:149] == [b"%d" % number for number in range(149)], "and all of it is given by then"
+    finally:
+        background.stop()
