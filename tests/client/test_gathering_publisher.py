@@ -50,6 +50,8 @@ def test_records_that_the_linger_hands_over_stay_before_those_of_the_next_batch(
         last.start()
         background.loop.call_soon_threadsafe(inner.room.set)
         last.join(60)
-        assert inner.given[:149] == [b"%d" % number for number in range(149)], "and all of it is given by then"
+        assert inner.given[:149] == [b"%d" % number for number in range(149)], (
+            "and all of it is given by then"
+        )
     finally:
         background.stop()
