@@ -402,8 +402,9 @@ class Model(RuleBasedStateMachine):
     def set_clock(self, by_ms: int) -> None:
         self.wait(0)
         self.step("clock")
-        for known in self.records.values():
-            known.is_free = known.is_free or known.due_ms <= self.now_ms
+        for offset, known in self.records.items():
+            is_due = known.due_ms <= self.now_ms and self.first_of_key(offset)
+            known.is_free = known.is_free or is_due
             if known.is_own:
                 known.due_ms += by_ms
         self.place.ahead_ms += by_ms
