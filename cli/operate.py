@@ -156,7 +156,8 @@ def rebalance(
     stop: Annotated[
         bool,
         typer.Option(
-            "--stop", help="End a rebalancing: what has not begun to move stays, and what moves arrives."
+            "--stop",
+            help="End a rebalancing: what has not begun to move for it stays, and what moves arrives. Drains go on.",
         ),
     ] = False,
     wait: Wait = "10m",
@@ -210,7 +211,7 @@ def _ended_text(ended: ShardMoves) -> str:
         if ended.under_way
         else "nothing is on the way"
     )
-    return f"The rebalancing is ended: {arrives}, and all else stays where it is"
+    return f"The rebalancing is ended: {arrives}, and nothing more begins to move for it. Drains go on"
 
 
 async def _stop_rebalancing(region: str, identity: str) -> ShardMoves:
