@@ -191,7 +191,7 @@ class QueueShard:
         return self._clock.now_ms()
 
     def _clock_set(self, by_ms: int) -> None:
-        entries = self.state.clock_set(by_ms)
+        entries = self.state.clock_set(by_ms, self._broker.streams_ms())
         if self.serves:
             for entry in entries:
                 self._append(entry, ignore)

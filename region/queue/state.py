@@ -129,7 +129,7 @@ class Tracked:
     """A record that is neither done nor only in the log."""
 
     __slots__ = (
-        "due_ms", "is_own", "key", "leased_ms", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
+        "due_ms", "is_delayed", "is_own", "key", "leased_ms", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
     )  # fmt: skip
 
     def __init__(self, offset: int, phase: Phase) -> None:
@@ -144,6 +144,8 @@ class Tracked:
         self.worker = 0
         self.leased_ms = 0
         """When the newest lease began; 0 where that was before this start."""
+        self.is_delayed = False
+        """Whether it was put to come so long after `time_ms`, and was never leased."""
         self.is_own = False
         """Whether `due_ms` counts from a moment since this start (a lease, or its extension; what was given back; a delay): where the clock is set, it moves with it.
         What log or journal say of before, and a time of the day that was asked for, go by the clock as it is."""
@@ -293,7 +295,8 @@ class QueueState:
             began_ms = time_ms if time_ms <= now_ms + SET_MS else now_ms
             delayed_ms = began_ms + wanted.delay_ms if wanted.delay_ms else 0
             record.due_ms = max(wanted.at_ms, delayed_ms)
-            record.is_own = delayed_ms > wanted.at_ms and (offset >= self.own_from or began_ms == now_ms)
+            record.is_delayed = delayed_ms > wanted.at_ms
+            record.is_own = record.is_delayed and (offset >= self.own_from or began_ms == now_ms)
             self.tracked[offset] = record
             self.counts[Phase.WAITING] += 1
         record.time_ms, record.priority, record.loaded = time_ms, priority, True
@@ -371,7 +374,7 @@ class QueueState:
         record.due_ms = until_ms
         record.worker = worker
         record.leased_ms = now_ms
-        record.is_own = record.open = True
+        record.is_own, record.is_delayed, record.open = True, False, True
 
     def leased(self, records: Sequence[Tracked], until_ms: int, worker: int) -> bytes:
         """The entry of what was leased, all until the same time and by one worker."""
@@ -540,18 +543,25 @@ class QueueState:
         spent.sort()
         return spent
 
-    def clock_set(self, by_ms: int) -> list[bytes]:
-        """The clock was set ahead, or, negative, back: what lasts since this start has the time that is left of it. The entries, for who leads next; to be told before anything
-        else is decided by the clock as it is now."""
-        own = [
-            record for record in self.tracked.values() if record.is_own and record.phase is not Phase.MOVING
-        ]
-        for record in own:
-            record.due_ms += by_ms
-            if record.leased_ms:
-                record.leased_ms += by_ms
-        self._time_each(record.offset for record in own if record.phase in (Phase.LEASED, Phase.DELAYED))
-        return self._held(sorted((record for record in own if record.token), key=lambda each: each.offset))
+    def clock_set(self, by_ms: int, now_ms: int) -> list[bytes]:
+        """The clock was set ahead, or, negative, back, to `now_ms`: what lasts since this start has the time that is left of it. The entries, for who leads next; to be told before
+        anything else is decided by the clock as it is now."""
+        moved = []
+        for record in self.tracked.values():
+            if record.phase is Phase.MOVING:
+                continue
+            if record.is_own:
+                record.due_ms += by_ms
+                if record.leased_ms:
+                    record.leased_ms += by_ms
+                moved.append(record)
+            elif record.is_delayed and record.time_ms > now_ms + SET_MS:
+                # Nothing was published later than now.
+                record.due_ms += now_ms - record.time_ms
+                record.is_own = True
+                moved.append(record)
+        self._time_each(record.offset for record in moved if record.phase in (Phase.LEASED, Phase.DELAYED))
+        return self._held(sorted((record for record in moved if record.token), key=lambda each: each.offset))
 
     # -- dead letters ----------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class Play:
                         bytes(record.payload) for record in refusal.records()
                     ),
                 )
-                until = time.monotonic() + 3
+                until = time.monotonic() + 10
                 while time.monotonic() < until and not self.is_over:
                     payload = b"%d" % self.given
                     try:
@@ -146,7 +146,7 @@ class Play:
                         self.given += 1
                     except FelixError as error:
                         self.counts[f"sync {error.code.name}"] += 1
-                    if self.random.random() < 0.02:
+                    if self.random.random() < 0.003:
                         try:
                             publisher.flush()
                         except FelixError as error:

@@ -14,14 +14,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Final
 
 from cluster.history import RULES, History
 from cluster.load import Load, stored_in
-from cluster.members import Members, serving
+from cluster.members import Members
 from e2e.command_mesh import command, environment
 from etcd_process import EtcdProcess, running_etcd
 from region_peer import client
@@ -31,6 +32,8 @@ from region.cluster.records import ShardRecord
 
 STREAMS: Final = 12
 WAIT_S: Final = 180.0
+STREAM_BYTES: Final = 1 << 20
+COPY_RATE: Final = "1MiB"
 
 
 class Play:
@@ -133,14 +136,30 @@ class Play:
         print(f"  copies: {dict(counts)}", flush=True)
 
 
+@asynccontextmanager
+async def slowly_copying(folder: Path, etcd: EtcdProcess) -> AsyncIterator[Members]:
+    """Four brokers, whose copies take a second or two each."""
+    members = Members(folder, etcd, 4, lease_s=2)
+    for each in members._folders.values():
+        each.config.write_text(each.config.read_text() + f"storage: {{copy_rate: {COPY_RATE}}}\n")
+    try:
+        await members.start(*members._folders)
+        yield members
+    finally:
+        for name in list(members.running):
+            members.kill(name)
+
+
 async def play(folder: Path, rounds: int, seed: int) -> None:
     (folder / "etcd").mkdir(parents=True)
     with running_etcd(folder / "etcd") as etcd:
-        async with serving(folder, etcd, 4, lease_s=2) as members:
+        async with slowly_copying(folder, etcd) as members:
             made = Play(members, etcd, seed)
             async with client(members.folder) as region:
                 for number in range(STREAMS):
-                    await region.create_stream(f"acme/ops/s{number}", replicas=2)
+                    stream = f"acme/ops/s{number}"
+                    await region.create_stream(stream, replicas=2)
+                    await region.stream(stream).publish_many([bytes(STREAM_BYTES // 20)] * 20)
                 await region.create_stream("acme/ops/orders", replicas=3)
                 history = History()
                 load = Load(region, "acme/ops/orders", history, pause_s=0.02)
