@@ -101,8 +101,8 @@ class AuditTold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`, `audit`, `retired`: as in its file
-    `node`."""
+    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`, `audit`, `retired`, `audit_copies`,
+    `audit_epoch`: as in its file `node`."""
 
     region: str
     broker: str
@@ -118,6 +118,8 @@ class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
     audit: str = ""
     audit_log: AuditTold = AuditTold()
     retired: dict[str, str] = {}
+    audit_copies: dict[str, str] = {}
+    audit_epoch: int = 0
 
     @property
     def number(self) -> int:
@@ -182,7 +184,8 @@ def reconcile(
     gone = {*retired, *known_retired}
     left_out = {broker: report for broker, report in reports.items() if broker in retired}
     reports = {broker: report for broker, report in reports.items() if broker not in gone}
-    missing = sorted({*view.nodes, *expected} - reports.keys() - {*without, *gone})
+    noted = _audit_copies(reports)
+    missing = sorted({*view.nodes, *expected, *noted} - reports.keys() - {*without, *gone})
     if missing:
         return Refusal(
             Reason.NO_REPORT,
@@ -220,7 +223,7 @@ def reconcile(
     for shard in sorted(known):
         if shard.incarnation not in deleted:
             stream = streams.get(shard.incarnation)
-            one = _known(plan, view, shard, stream, told.get(shard, {}), without, gone)
+            one = _known(plan, view, shard, stream, told.get(shard, {}), without, gone, noted)
             _shard(plan, view, one, signed, alone, election)
             _left_out(plan, one, left_out)
     _unknown(plan, told, {shard.incarnation for shard in known} | set(deleted))
@@ -232,6 +235,16 @@ def reconcile(
         if configured
     )
     return plan
+
+
+def _audit_copies(reports: Mapping[str, FolderReport]) -> dict[str, str]:
+    """The brokers whose copies of the audit log were in sync last, as the folders know it, each with the folder that it had."""
+    newest = max((report.audit_epoch for report in reports.values()), default=0)
+    found: dict[str, str] = {}
+    for _, report in sorted(reports.items()):
+        if report.audit_epoch == newest:
+            found |= report.audit_copies
+    return found
 
 
 def _known_retired(
@@ -422,6 +435,7 @@ def _known(
     told: Mapping[str, ShardTold],
     without: Collection[str],
     gone: set[str],
+    noted: Mapping[str, str],
 ) -> _Known:
     stored = view.shards.get(shard)
     before = None if stored is None else _without_retired(stored, gone)
@@ -439,6 +453,14 @@ def _known(
         and broker in plan.nodes
         and (not _is_of_store(view, plan, broker) or _was_replaced_since(view, before, broker))
     ]
+    name = before.stream if before is not None else stream.name if stream is not None else ""
+    if name == str(AUDIT_STREAM):
+        # Who got a copy after the backup is in no record of it.
+        former += [
+            broker
+            for broker, folder in sorted(noted.items())
+            if broker in plan.nodes and plan.nodes[broker].folder != folder and broker not in former
+        ]
     emptied: list[str] = []
     if before is not None and before.stream == str(AUDIT_STREAM) and _may_be_led_by_nobody(before):
         # Nobody has filled a copy since: one that has nothing lost it, or never had any.
@@ -455,7 +477,7 @@ def _known(
         missing = max(missing, stream.config.replicas - len(whole))
     return _Known(
         shard=shard,
-        name=before.stream if before is not None else stream.name if stream is not None else "",
+        name=name,
         stored=stored,
         before=before,
         stream=stream,

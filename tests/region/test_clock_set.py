@@ -46,7 +46,7 @@ class Region:
 async def test_nothing_waits_as_long_as_a_clock_was_ahead_once_it_is_right(tmp_path: Path) -> None:
     region = Region()
     async with region.served(tmp_path) as made, asyncio.timeout(120):
-        orders = await made.create_stream(ORDERS)
+        await made.create_stream(ORDERS)
         await made.create_queue(JOBS, visibility=30)
         jobs = made.queue(JOBS)
         async with made.stream(ORDERS).consumer("crew", start="earliest", ack_timeout=1.0) as hangs:
