@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from region_home import make_region
 from region_peer import client, until
 from runtimes import with_wall
@@ -18,6 +19,7 @@ from felix.settings import Retention, SubscriptionSettings
 from region.bootstrap import write_profile
 from region.config import load_config
 from region.node import Node
+from region.views import wall_clock
 
 HOUR_MS = 3_600_000
 ORDERS, JOBS = "acme/ops/orders", "acme/ops/jobs"
@@ -34,6 +36,7 @@ class Region:
     async def served(self, home: Path) -> AsyncIterator[felix.RegionClient]:
         folder = make_region(home, "us-east", at_ms=now_ms() - 3 * HOUR_MS)
         config = load_config(folder.config)
+        config = replace(config, storage=replace(config.storage, sweep_every=20))
         self.node = await Node.start(folder, config, with_wall(lambda: now_ms() + self.ahead_ms))
         try:
             write_profile(folder, config.region, config.mesh, self.node.address)
@@ -41,6 +44,21 @@ class Region:
                 yield made
         finally:
             await self.node.stop()
+
+
+async def swept_thrice(node: Node) -> None:
+    """Retention was applied three times since."""
+    table = node.broker.streams.maintenance
+    sweep, swept = table.sweep, 0
+
+    async def counted(at_ms: int) -> None:
+        nonlocal swept
+        await sweep(at_ms)
+        swept += 1
+
+    table.sweep = counted  # type: ignore[method-assign]
+    await until(lambda: swept >= 3)
+    table.sweep = sweep  # type: ignore[method-assign]
 
 
 async def test_nothing_waits_as_long_as_a_clock_was_ahead_once_it_is_right(tmp_path: Path) -> None:
@@ -96,9 +114,22 @@ async def test_nothing_is_over_before_its_time_where_a_clock_is_set(tmp_path: Pa
             assert await jobs.lease(1) == []
             await job.ack()
             await consumer.ack(record)
+            await swept_thrice(node)
             states = {each.name for each in await orders.subscriptions()}
             assert states == {"idle", "crew"}
             state = await orders.describe_subscription("crew")
             assert (state.redelivered, state.shards[0].committed) == (0, 1)
-        await until(lambda: made.is_connected)
         assert (await made.describe_stream(ORDERS)).state[0].log_start == 0
+
+
+async def test_records_go_by_their_age_once_a_clock_that_was_set_ahead_stands_for_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wall_clock, "HELD_MS", 1)
+    region = Region()
+    async with region.served(tmp_path) as made, asyncio.timeout(120):
+        await made.create_stream(ORDERS, retention=Retention(age_ms=HOUR_MS // 2))
+        await made.stream(ORDERS).publish(b"order")
+        region.ahead_ms = HOUR_MS
+        while (await made.describe_stream(ORDERS)).state[0].log_start == 0:  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.05)
