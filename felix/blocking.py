@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar
 
 from felix import cache, client, consumer, queue, subscription, transaction
-from felix.batch import Headers, Record
+from felix.batch import Headers, NewRecord, Record
 from felix.errors import Code, FelixError, RequestError
 from felix.notebook import Rows
 from felix.payload import MessageId, Payload, RecordKey, key_bytes, paired, payload_bytes, with_message_id
 from felix.publisher import Publisher
-from felix.publisher_core import PublishProgress
+from felix.publisher_core import PublishProgress, Receipt
 
 STOP_TIMEOUT_S: Final = 5.0
 """How long `close` waits for the background thread."""
@@ -288,6 +288,51 @@ class GatheringPublisher(Blocking[Publisher]):
         for payload, key in paired(payloads, keys):
             self.send(payload, key)
 
+    def publish(
+        self,
+        payload: Payload,
+        key: RecordKey | None = None,
+        headers: Headers | None = None,
+        *,
+        shard: int | None = None,
+        expected_offset: int | None = None,
+        message_id: MessageId | None = None,
+    ) -> int:
+        """As `felix.publisher.Publisher.publish`, behind what is gathered."""
+        return self._background.call(
+            self._behind(
+                lambda: self._inner.publish(
+                    payload, key, headers, shard=shard, expected_offset=expected_offset, message_id=message_id
+                )
+            )
+        )
+
+    def publish_many(
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
+    ) -> list[int]:
+        """As `felix.publisher.Publisher.publish_many`, behind what is gathered."""
+        return self._background.call(self._behind(lambda: self._inner.publish_many(payloads, keys)))
+
+    def publish_batch(
+        self, records: Sequence[NewRecord], shard: int | None = None, *, expected_offset: int | None = None
+    ) -> Receipt:
+        """As `felix.publisher.Publisher.publish_batch`, behind what is gathered."""
+        return self._background.call(
+            self._behind(lambda: self._inner.publish_batch(records, shard, expected_offset=expected_offset))
+        )
+
+    async def _behind(self, work: Callable[[], Awaitable[T]]) -> T:
+        await self._give_all()
+        return await work()
+
+    async def _give_all(self) -> None:
+        """The next call raises the error of a record that cannot be: those behind it go on."""
+        while self._records or self._giving.locked():
+            try:
+                await self._give()
+            except FelixError as error:
+                self._failed = self._failed or error
+
     def flush(self) -> None:
         """Return once all is acknowledged. Raises as `Publisher.flush`; what is gathered is given all the same."""
         self._background.call(self._ended_by(self._inner.flush))
@@ -297,14 +342,14 @@ class GatheringPublisher(Blocking[Publisher]):
         self._background.call(self._ended_by(self._inner.close))
 
     async def _ended_by(self, end: Callable[[], Awaitable[None]]) -> None:
+        await self._give_all()
         failed, self._failed = self._failed, None
-        while self._records or self._giving.locked():
-            try:
-                await self._give()
-            except FelixError as error:
-                # Of one record that cannot be: those behind it go on.
-                failed = failed or error
-        await end()
+        try:
+            await end()
+        except FelixError as error:
+            if failed is None:
+                raise
+            raise failed from error
         if failed is not None:
             raise failed
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from felix.batch import NewRecord
 from felix.blocking import Background, GatheringPublisher
 
 
@@ -29,6 +30,17 @@ class Full:
         await self.room.wait()
         self.given.append(payload)
         await asyncio.sleep(0)
+
+    async def publish(self, payload: bytes, *more: Any, **options: Any) -> int:
+        await self._give(payload, None, None)
+        return len(self.given)
+
+    async def publish_many(self, payloads: list[bytes], keys: Any) -> list[int]:
+        return [await self.publish(payload) for payload in payloads]
+
+    async def publish_batch(self, records: list[NewRecord], shard: Any, *, expected_offset: Any) -> None:
+        for record in records:
+            await self._give(record.payload, None, None)
 
     async def flush(self) -> None:
         pass
@@ -53,5 +65,22 @@ def test_records_that_the_linger_hands_over_stay_before_those_of_the_next_batch(
         assert inner.given[:149] == [b"%d" % number for number in range(149)], (
             "and all of it is given by then"
         )
+    finally:
+        background.stop()
+
+
+@pytest.mark.parametrize("how", ["publish", "publish_many", "publish_batch"])
+def test_what_is_published_behind_what_is_collected_stands_behind_it(how: str) -> None:
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=0, batch_bytes=1 << 20, batch_records=100)  # type: ignore[arg-type]
+    background.loop.call_soon_threadsafe(inner.room.set)
+    last: dict[str, Any] = {
+        "publish": b"last", "publish_many": [b"last"], "publish_batch": [NewRecord(b"last")]
+    }  # fmt: skip
+    try:
+        made.send(b"0")
+        made.send(b"1")
+        getattr(made, how)(last[how])
+        assert inner.given == [b"0", b"1", b"last"]
     finally:
         background.stop()
