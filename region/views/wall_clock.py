@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-SET_MS: Final = 5_000
-"""A clock that goes ahead or back by less is held for one that was set a little, or that runs faster or slower: times end so much sooner or later then."""
+SET_MS: Final = 6_000
+"""A clock that goes ahead or back by less is held for one that was set a little, or that runs faster or slower: times end so much sooner or later then. More than what the
+clock of one of several brokers goes at once as it drifts away from the others' (region.cluster.clocks): that may be often."""
 
 
 HELD_MS: Final = 3_600_000

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from region.cluster.clocks import CLOCK_OFF_MS_MAX
 from region.views.wall_clock import HELD_MS, SET_MS, HeldClock, WallClock
 
 HOUR_MS = 3_600_000
@@ -106,3 +107,8 @@ def test_it_is_never_later_than_the_clock_shows_and_shows_the_same_once_that_is_
         assert clock.now_ms() <= clocks.wall_ms
     clocks.pass_by(HELD_MS)
     assert clock.now_ms() == clocks.wall_ms
+
+
+def test_a_clock_that_drifts_over_its_bound_among_others_is_not_set_each_time() -> None:
+    """It is held to theirs from there on, and jumps by the bound as often as it is measured to be beyond it."""
+    assert SET_MS >= CLOCK_OFF_MS_MAX + 1_000
