@@ -270,16 +270,13 @@ class GatheringPublisher(Blocking[Publisher]):
             headers = with_message_id(headers, message_id)
         record = (payload_bytes(payload), key_bytes(key) if key else None, headers)
         with self._lock:
-            first = not self._records
-            self._records.append(record)
-            self._gathered_bytes += len(record[0])
-            full = self._gathered_bytes >= self._batch_bytes or len(self._records) >= self._batch_records
+            first, size = not self._records, self._gathered_bytes + len(record[0])
+            full = size >= self._batch_bytes or len(self._records) + 1 >= self._batch_records
+            if not full:
+                self._records.append(record)
+                self._gathered_bytes = size
         if full:
-            try:
-                self._background.call(self._send_gathered())
-            except FelixError:
-                self._leave_out(record)
-                raise
+            self._background.call(self._send_full(record))
         elif first and self._linger_s:
             self._background.loop.call_soon_threadsafe(self._begin_linger)
 
@@ -363,35 +360,30 @@ class GatheringPublisher(Blocking[Publisher]):
             self._records[:0] = records
             self._gathered_bytes += sum(len(payload) for payload, _, _ in records)
 
-    def _leave_out(self, record: GatheredRecord) -> None:
-        """The newest, where it was not given."""
-        with self._lock:
-            if self._records and self._records[-1] is record:
-                del self._records[-1]
-                self._gathered_bytes -= len(record[0])
-
-    async def _send_gathered(self) -> None:
-        """Raises the error of an earlier batch before anything is given."""
+    async def _send_full(self, last: GatheredRecord) -> None:
+        """What is gathered, and the record that makes a batch of it full. Raises the error of an earlier batch before anything is given."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
         await self._inner._check()
-        await self._give()
+        await self._give(last)
 
-    async def _give(self) -> None:
-        """Raises where a record cannot be: it is left out, and those behind it stay gathered. Where nothing more can be given, nothing stays."""
+    async def _give(self, last: GatheredRecord | None = None) -> None:
+        """Raises where a record cannot be: it is left out, and so is `last`; those between stay gathered. Where nothing more can be given, nothing stays."""
         # In order: the linger may have ended while a full buffer is waited for.
         async with self._giving:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
             records = self._take()
+            if last is not None:
+                records.append(last)
             for at, record in enumerate(records):
                 try:
                     await self._inner._give(*record)
                 except FelixError:
                     if not self._inner.is_over:
-                        self._put_back(records[at + 1 :])
+                        self._put_back([each for each in records[at + 1 :] if each is not last])
                     raise
 
     def _begin_linger(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from felix.batch import NewRecord
 from felix.blocking import Background, GatheringPublisher
+from felix.errors import UnavailableError
 
 
 class Full:
@@ -82,5 +83,30 @@ def test_what_is_published_behind_what_is_collected_stands_behind_it(how: str) -
         made.send(b"1")
         getattr(made, how)(last[how])
         assert inner.given == [b"0", b"1", b"last"]
+    finally:
+        background.stop()
+
+
+def test_a_record_that_made_a_batch_full_is_not_given_where_an_earlier_error_is_raised_although_the_linger_ends() -> (
+    None
+):
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=1, batch_bytes=1 << 20, batch_records=3)  # type: ignore[arg-type]
+    background.loop.call_soon_threadsafe(inner.room.set)
+    error = UnavailableError("It was given up.")
+
+    async def check() -> None:
+        # Long enough for the linger to end, and to hand over what it finds.
+        await asyncio.sleep(0.05)
+        raise error
+
+    inner._check = check  # type: ignore[method-assign]
+    try:
+        made.send(b"0")
+        made.send(b"1")
+        with pytest.raises(UnavailableError, match="given up"):
+            made.send(b"2")
+        made.flush()
+        assert inner.given == [b"0", b"1"]
     finally:
         background.stop()
