@@ -349,7 +349,7 @@ def scale(
 
     region.yaml says it from then on; `felix region up`, where it runs, starts and stops them.
     """
-    from cli.several import are_all_here, scaled
+    from cli.several import are_all_here, scaled, was_registered
 
     region = name = choose_region(one_of(name, region))
     folder, config = folder_of(name)
@@ -373,7 +373,12 @@ def scale(
     if not going:
         after = scaled(folder, config, count, free_address)
         assert after.cluster is not None
-        new = [str(each.id) for each in after.cluster.brokers if str(each.id) not in before]
+        # Also those that a command which was ended wrote there, and that come only now.
+        new = [
+            broker
+            for each in after.cluster.brokers
+            if (broker := str(each.id)) not in before or not was_registered(folder.root / config.data, broker)
+        ]
         if new and is_served:
             run(_come(region, identity, new, wait_ms))
         away, drained = run(_standing(region, identity, before)) if is_served else ([], [])
