@@ -330,6 +330,31 @@ def test_who_got_a_copy_of_the_audit_log_after_the_backup_and_lost_its_folder_ma
             assert all(stage.do(each) for each in step(stage.view(), made))
 
 
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_broker_that_lost_its_folder_may_have_got_a_copy_after_the_backup(equal: bool) -> None:
+    """Nobody knows of which streams. Where as many copies are equal as a commit leaves no other, it may have had what it likes."""
+    stage = Stage("abcd")
+    stage.place("abc")
+    for name in "abcd":
+        stage.die(name)
+        stage.files[name] = msgspec.structs.replace(stage.files[name], registration=4, intended=5, pulse=9)
+    for name in "ad":
+        stage.files[name] = msgspec.structs.replace(stage.files[name], folder=name * 32)
+    heard: dict[str, tuple[LogTold, ...]] = {"a": (), "b": (log(9, 3),), "c": (), "d": ()}
+    if equal:
+        heard["c"] = (log(9, 3),)
+    made = planned(stage, heard)
+    assert isinstance(made, Plan)
+    (shard,) = made.shards
+    if equal:
+        assert not made.losses and set(shard.copies) == {"b", "c"} and not shard.after.unclean
+    else:
+        assert (
+            "the folder that a had before, one that d got since, in a folder that it lost" in made.losses[0]
+        )
+        assert shard.after.unclean == shard.after.epoch
+
+
 def test_copies_of_the_audit_log_that_are_not_needed_any_more_count_for_nothing() -> None:
     """They were in sync once, in an epoch that is not the last one."""
     stage = Stage("abcd")
