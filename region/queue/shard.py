@@ -170,8 +170,8 @@ class QueueShard:
         self._closed = False
         self._wanted = False
         self._reading: asyncio.Task[None] | None = None
-        self._clock = WallClock(lambda: broker.streams_ms(), lambda: broker.boot_ms(), self._clock_set)
-        self._timer = DueTimer(self._tick, lambda: broker.streams_ms())
+        self._clock = WallClock(broker.streams_ms, broker.boot_ms, self._clock_set)
+        self._timer = DueTimer(self._tick, broker.streams_ms)
         self._end_seen = shard.high_watermark
         self._coming_back: dict[int, asyncio.Future[bool]] = {}
         self._unfollow: Callable[[], None] | None = None

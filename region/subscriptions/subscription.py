@@ -91,7 +91,7 @@ class DurableSubscription:
         self.redelivered = 0
         self.dead = 0
         self.skipped = 0
-        self._clock = WallClock(lambda: broker.streams_ms(), lambda: broker.boot_ms(), self._clock_set)
+        self._clock = WallClock(broker.streams_ms, broker.boot_ms, self._clock_set)
         self.active_ms = broker.streams_ms()
         """When there was a consumer for the last time; the start of the broker where there was none since."""
         self._broker = broker
