@@ -3,7 +3,7 @@
     python -m cluster.play_give_ups FOLDER [--rounds N] [--seed S]
 
 An id that is published until it is acknowledged is in the log once, at the offset that each answer names. Of a transaction, whose staging and commits are given up and asked for
-again, both streams have all or nothing. Of what the synchronous publisher was given, all is in the log, or was said to be refused.
+again, both streams have all or nothing; an id that one transaction after the other publishes, until one is known to be committed, is there once. Of what the synchronous publisher was given, all is in the log, or was said to be refused.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ import felix
 import felix.sync
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 
-IDS, LEFT, RIGHT, PLAIN, LINES = (f"acme/ops/{name}" for name in ("ids", "left", "right", "plain", "lines"))
-STREAMS: Final = (IDS, LEFT, RIGHT, PLAIN, LINES)
+IDS, LEFT, RIGHT, PLAIN, LINES, WORK = (
+    f"acme/ops/{name}" for name in ("ids", "left", "right", "plain", "lines", "work")
+)
+STREAMS: Final = (IDS, LEFT, RIGHT, PLAIN, LINES, WORK)
 WAIT_S: Final = 120.0
 LINE_COUNT: Final = 30_000
 PART: Final = b"x" * 150_000
@@ -50,7 +52,7 @@ class Play:
         self.aborted: set[int] = set()
         self.given = 0
         self.refused: list[bytes] = []
-        self.number = 0
+        self.number = self.worked = 0
 
     # -- the clients ---------------------------------------------------------------------------------------
 
@@ -116,8 +118,18 @@ class Play:
                 for part in range(5):
                     payload = b"%d:%d:" % (number, part) + PART
                     await again(lambda s=stream, p=payload: transaction.publish(s, p), "staged")  # type: ignore[misc]
+            work = f"work{self.worked}"
+            await again(lambda: transaction.publish(WORK, work.encode(), message_id=work), "staged")
+            if self.random.random() < 0.4:
+                with suppress(UnavailableError):
+                    await transaction.commit()
+                    self.committed.add(number)
+                    self.worked += 1
+                # Else what became of it is not known, and nobody asks: the next transaction has the same id.
+                return
             await again(transaction.commit, "commit")
             self.committed.add(number)
+            self.worked += 1
             self.counts["committed"] += 1
         except RequestError as error:
             self.counts[f"transaction {error.code.name}"] += 1
@@ -238,6 +250,9 @@ class Play:
             assert set(parts[LEFT].values()) <= {5}, parts[LEFT]
             assert self.committed <= parts[LEFT].keys(), self.committed - parts[LEFT].keys()
             assert not self.aborted & parts[LEFT].keys(), self.aborted & parts[LEFT].keys()
+            work = Counter(await self.stored(region, WORK))
+            assert set(work.values()) <= {1}, work.most_common(3)
+            assert {b"work%d" % each for each in range(self.worked)} <= work.keys()
             plain = Counter(await self.stored(region, PLAIN))
             refused = set(self.refused)
             lost = [n for n in range(self.given) if b"%d" % n not in plain and b"%d" % n not in refused]
@@ -261,7 +276,7 @@ async def play(folder: Path, rounds: int, seed: int) -> None:
             async with client(members.folder) as region:
                 views = felix.Views(deduplication=felix.Deduplication(window_ms=3_600_000, ids_max=1_000_000))
                 for stream in STREAMS:
-                    given = {"views": views} if stream in (IDS, LINES) else {}
+                    given = {"views": views} if stream in (IDS, LINES, WORK) else {}
                     await region.create_stream(stream, replicas=3, **given)  # type: ignore[arg-type]
             tasks = [asyncio.ensure_future(made.identified(f"p{each}")) for each in range(2)]
             tasks += [asyncio.ensure_future(made.transacted()), asyncio.ensure_future(made.published_lines())]
