@@ -156,7 +156,8 @@ def rebalance(
     stop: Annotated[
         bool,
         typer.Option(
-            "--stop", help="End a rebalancing: what has not begun to move stays, and what moves arrives."
+            "--stop",
+            help="End a rebalancing: what has not begun to move for it stays, and what moves arrives. Drains go on.",
         ),
     ] = False,
     wait: Wait = "10m",
@@ -210,7 +211,7 @@ def _ended_text(ended: ShardMoves) -> str:
         if ended.under_way
         else "nothing is on the way"
     )
-    return f"The rebalancing is ended: {arrives}, and all else stays where it is"
+    return f"The rebalancing is ended: {arrives}, and nothing more begins to move for it. Drains go on"
 
 
 async def _stop_rebalancing(region: str, identity: str) -> ShardMoves:
@@ -348,7 +349,7 @@ def scale(
 
     region.yaml says it from then on; `felix region up`, where it runs, starts and stops them.
     """
-    from cli.several import are_all_here, scaled
+    from cli.several import are_all_here, scaled, was_registered
 
     region = name = choose_region(one_of(name, region))
     folder, config = folder_of(name)
@@ -372,7 +373,12 @@ def scale(
     if not going:
         after = scaled(folder, config, count, free_address)
         assert after.cluster is not None
-        new = [str(each.id) for each in after.cluster.brokers if str(each.id) not in before]
+        # Also those that a command which was ended wrote there, and that come only now.
+        new = [
+            broker
+            for each in after.cluster.brokers
+            if (broker := str(each.id)) not in before or not was_registered(folder.root / config.data, broker)
+        ]
         if new and is_served:
             run(_come(region, identity, new, wait_ms))
         away, drained = run(_standing(region, identity, before)) if is_served else ([], [])

@@ -189,6 +189,12 @@ def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address:
     return made
 
 
+def was_registered(data: Path, broker: str) -> bool:
+    """Whether the broker has started with the folder that it has here. Raises CorruptionError, OSError."""
+    path = data / broker / NODE
+    return path.exists() and NodeFile(PRIVATE_FILES, path.parent, REAL.random).load().registration > 0
+
+
 def was_retired(data: Path, broker: str) -> bool:
     """Whether a broker that the metadata store does not know has nothing of the region: its folder was never registered, or another one's has it that
     it was retired. Else the store may have forgotten it. `data`: of the region, whose brokers are all here. Raises CorruptionError, OSError."""

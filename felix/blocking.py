@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar
 
 from felix import cache, client, consumer, queue, subscription, transaction
-from felix.batch import Headers, Record
-from felix.errors import Code, RequestError
+from felix.batch import Headers, NewRecord, Record
+from felix.errors import Code, FelixError, RequestError
 from felix.notebook import Rows
 from felix.payload import MessageId, Payload, RecordKey, key_bytes, paired, payload_bytes, with_message_id
 from felix.publisher import Publisher
-from felix.publisher_core import PublishProgress
+from felix.publisher_core import PublishProgress, Receipt
 
 STOP_TIMEOUT_S: Final = 5.0
 """How long `close` waits for the background thread."""
@@ -196,6 +196,9 @@ class BlockingTransaction(Blocking[transaction.Transaction]):
         self._background.call(self._inner.__aexit__(kind, error, trace))
 
 
+GatheredRecord = tuple[bytes, bytes | None, Headers | None]
+
+
 class GatheringPublisher(Blocking[Publisher]):
     """Gathers records in the caller's thread, and hands them over by the batch; one thread at a time.
 
@@ -208,6 +211,7 @@ class GatheringPublisher(Blocking[Publisher]):
         "_batch_records",
         "_failed",
         "_gathered_bytes",
+        "_giving",
         "_linger_s",
         "_lock",
         "_records",
@@ -229,10 +233,11 @@ class GatheringPublisher(Blocking[Publisher]):
         self._batch_records = batch_records
         # The linger's timer takes what is gathered from the loop's thread.
         self._lock = threading.Lock()
-        self._records: list[tuple[bytes, bytes | None, Headers | None]] = []
+        self._records: list[GatheredRecord] = []
         self._gathered_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._failed: BaseException | None = None
+        self._giving = asyncio.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -259,18 +264,19 @@ class GatheringPublisher(Blocking[Publisher]):
         *,
         message_id: MessageId | None = None,
     ) -> None:
-        """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then."""
+        """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then: this record is not given, and what was
+        gathered before stays so."""
         if message_id is not None:
             headers = with_message_id(headers, message_id)
-        taken = payload_bytes(payload)
-        own = key_bytes(key) if key else None
+        record = (payload_bytes(payload), key_bytes(key) if key else None, headers)
         with self._lock:
-            first = not self._records
-            self._records.append((taken, own, headers))
-            self._gathered_bytes += len(taken)
-            full = self._gathered_bytes >= self._batch_bytes or len(self._records) >= self._batch_records
+            first, size = not self._records, self._gathered_bytes + len(record[0])
+            full = size >= self._batch_bytes or len(self._records) + 1 >= self._batch_records
+            if not full:
+                self._records.append(record)
+                self._gathered_bytes = size
         if full:
-            self._hand_over()
+            self._background.call(self._send_full(record))
         elif first and self._linger_s:
             self._background.loop.call_soon_threadsafe(self._begin_linger)
 
@@ -279,35 +285,106 @@ class GatheringPublisher(Blocking[Publisher]):
         for payload, key in paired(payloads, keys):
             self.send(payload, key)
 
+    def publish(
+        self,
+        payload: Payload,
+        key: RecordKey | None = None,
+        headers: Headers | None = None,
+        *,
+        shard: int | None = None,
+        expected_offset: int | None = None,
+        message_id: MessageId | None = None,
+    ) -> int:
+        """As `felix.publisher.Publisher.publish`, behind what is gathered."""
+        return self._background.call(
+            self._behind(
+                lambda: self._inner.publish(
+                    payload, key, headers, shard=shard, expected_offset=expected_offset, message_id=message_id
+                )
+            )
+        )
+
+    def publish_many(
+        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
+    ) -> list[int]:
+        """As `felix.publisher.Publisher.publish_many`, behind what is gathered."""
+        return self._background.call(self._behind(lambda: self._inner.publish_many(payloads, keys)))
+
+    def publish_batch(
+        self, records: Sequence[NewRecord], shard: int | None = None, *, expected_offset: int | None = None
+    ) -> Receipt:
+        """As `felix.publisher.Publisher.publish_batch`, behind what is gathered."""
+        return self._background.call(
+            self._behind(lambda: self._inner.publish_batch(records, shard, expected_offset=expected_offset))
+        )
+
+    async def _behind(self, work: Callable[[], Awaitable[T]]) -> T:
+        await self._give_all()
+        return await work()
+
+    async def _give_all(self) -> None:
+        """The next call raises the error of a record that cannot be: those behind it go on."""
+        while self._records or self._giving.locked():
+            try:
+                await self._give()
+            except FelixError as error:
+                self._failed = self._failed or error
+
     def flush(self) -> None:
-        """Return once all is acknowledged. Raises as `Publisher.flush`."""
-        self._hand_over()
-        self._background.call(self._inner.flush())
+        """Return once all is acknowledged. Raises as `Publisher.flush`; what is gathered is given all the same."""
+        self._background.call(self._ended_by(self._inner.flush))
 
     def close(self) -> None:
         """Flush and end the publish stream."""
-        try:
-            self._hand_over()
-        finally:
-            self._background.call(self._inner.close())
+        self._background.call(self._ended_by(self._inner.close))
 
-    def _take(self) -> list[tuple[bytes, bytes | None, Headers | None]]:
+    async def _ended_by(self, end: Callable[[], Awaitable[None]]) -> None:
+        await self._give_all()
+        failed, self._failed = self._failed, None
+        try:
+            await end()
+        except FelixError as error:
+            if failed is None:
+                raise
+            raise failed from error
+        if failed is not None:
+            raise failed
+
+    def _take(self) -> list[GatheredRecord]:
         with self._lock:
             records, self._records, self._gathered_bytes = self._records, [], 0
         return records
 
-    def _hand_over(self) -> None:
-        self._background.call(self._send_gathered())
+    def _put_back(self, records: list[GatheredRecord]) -> None:
+        with self._lock:
+            self._records[:0] = records
+            self._gathered_bytes += sum(len(payload) for payload, _, _ in records)
 
-    async def _send_gathered(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    async def _send_full(self, last: GatheredRecord) -> None:
+        """What is gathered, and the record that makes a batch of it full. Raises the error of an earlier batch before anything is given."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
-        for payload, key, headers in self._take():
-            await self._inner.send(payload, key, headers)
+        await self._inner._check()
+        await self._give(last)
+
+    async def _give(self, last: GatheredRecord | None = None) -> None:
+        """Raises where a record cannot be: it is left out, and so is `last`; those between stay gathered. Where nothing more can be given, nothing stays."""
+        # In order: the linger may have ended while a full buffer is waited for.
+        async with self._giving:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            records = self._take()
+            if last is not None:
+                records.append(last)
+            for at, record in enumerate(records):
+                try:
+                    await self._inner._give(*record)
+                except FelixError:
+                    if not self._inner.is_over:
+                        self._put_back([each for each in records[at + 1 :] if each is not last])
+                    raise
 
     def _begin_linger(self) -> None:
         if self._timer is None:
@@ -315,13 +392,15 @@ class GatheringPublisher(Blocking[Publisher]):
 
     def _linger_ended(self) -> None:
         self._timer = None
-        task = self._background.loop.create_task(self._send_gathered())
+        task = self._background.loop.create_task(self._give())
         task.add_done_callback(self._lingered)
 
     def _lingered(self, task: asyncio.Task[None]) -> None:
-        """The next call raises the error of a record that could not be sent."""
+        """The next call raises the error of a record that could not be sent; those behind it linger once more."""
         if not task.cancelled() and task.exception() is not None:
-            self._failed = task.exception()
+            self._failed = self._failed or task.exception()
+            if self._records:
+                self._begin_linger()
 
 
 class RecordIterator(_Closing[subscription.Subscription]):

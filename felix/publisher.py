@@ -290,6 +290,19 @@ class Publisher:
         if self._yield_due:
             await self._yield()
 
+    async def _give(self, payload: Payload, key: RecordKey | None, headers: Headers | None) -> None:
+        """As `send`; but the error of an earlier batch is left for the next `send` or `flush`."""
+        core = self._core
+        if core.failed is not None or not core.accumulators or core.held_bytes >= core.buffer_bytes:
+            await self._ready_for_more()
+        if self._tracer is not None:
+            headers = self._tracer.inject(headers)
+        added = core.add(payload, key, headers)
+        if added is not None:
+            self._added(added)
+        if self._yield_due:
+            await self._yield()
+
     async def publish(
         self,
         payload: Payload,

@@ -807,52 +807,6 @@ class SyncPublisher(GatheringPublisher):
         """Bytes of records accepted and not yet acknowledged; `buffer_bytes` bounds them."""
         return self._inner.held_bytes
 
-    def publish(
-        self,
-        payload: Payload,
-        key: RecordKey | None = None,
-        headers: Headers | None = None,
-        *,
-        shard: int | None = None,
-        expected_offset: int | None = None,
-        message_id: MessageId | None = None,
-    ) -> int:
-        """Publish one record and return its offset once it is in the log as the stream promises.
-
-        `shard` overrides what the key says. `message_id`: where the stream deduplicates, a record whose id it remembers is
-        not appended again; the offset is then that of the first one. With `expected_offset` it is a batch of its own, appended only where the
-        log of its shard ends there: OffsetMismatchError, which says where it ends, otherwise.
-        Raises RequestError, or UnavailableError once it was tried for `deadline_ms`.
-        """
-        return self._background.call(
-            self._inner.publish(
-                payload, key, headers, shard=shard, expected_offset=expected_offset, message_id=message_id
-            )
-        )
-
-    def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
-    ) -> list[int]:
-        """Publish many records and return their offsets, in the order given, once all are in the log.
-
-        Raises the first refusal; the others may be in the log.
-        """
-        return self._background.call(self._inner.publish_many(payloads, keys))
-
-    def publish_batch(
-        self, records: Sequence[NewRecord], shard: int | None = None, *, expected_offset: int | None = None
-    ) -> Receipt:
-        """Publish these records as one batch, in one shard, wholly or not at all.
-
-        Without `shard`, the keys say it and must agree; without keys, the next shard in turn has it. With
-        `expected_offset`, only where the log of the shard ends there; a batch that was appended and is sent again after a
-        lost answer gets its first offset all the same.
-        Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch, OffsetMismatchError.
-        """
-        return self._background.call(
-            self._inner.publish_batch(records, shard, expected_offset=expected_offset)
-        )
-
 
 class SyncSubscription(RecordIterator):
     """As `felix.subscription.Subscription`, blocking; see `felix.blocking.RecordIterator`."""

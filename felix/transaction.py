@@ -11,6 +11,8 @@ held there, in no log, until the commit. So no reader ever sees a part of it, an
 
 Invariants:
 - a commit whose answer was lost is asked again under the same id, and is carried out once;
+- what was not staged for certain is asked to be again under its number before anything else is, whoever was told of an error meanwhile: a transaction is
+  never committed without a part of it;
 - after `commit` returned everything can be read; after it raised TRANSACTION_ABORTED or TRANSACTION_FENCED nothing of it is in
   any stream; with TRANSACTION_UNKNOWN, TIMEOUT or DISCONNECTED the outcome is unknown, and another `commit` returns it if the
   broker still remembers it.
@@ -19,6 +21,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
@@ -161,6 +165,14 @@ class _Accumulator:
         self.bytes = 0
 
 
+class _Waiting(NamedTuple):
+    """What the broker is to stage, by the number that comes next."""
+
+    message: Callable[[int], Stage | StageAcknowledgement]
+    handles: list[TransactionRecord] | None
+    """of its records; None of acknowledgements"""
+
+
 class _Target(NamedTuple):
     """A stream as the transaction knows it."""
 
@@ -196,6 +208,7 @@ class Transaction:
         self._targets: dict[StreamName, _Target] = {}
         self._accumulators: dict[tuple[StreamName, int], _Accumulator] = {}
         self._unkeyed: dict[StreamName, int] = {}
+        self._waiting: deque[_Waiting] = deque()
         self._staged = 0
         self._batches: list[list[TransactionRecord]] = []
         self._records: list[TransactionRecord] = []
@@ -244,6 +257,8 @@ class Transaction:
     ) -> TransactionRecord:
         """Add a record; it has an offset after the commit. As `Stream.publish` otherwise."""
         self._require_open()
+        if self._waiting:
+            await self._stage_waiting()
         name = StreamName.parse(str(stream))
         if message_id is not None:
             headers = with_message_id(headers, message_id)
@@ -291,14 +306,25 @@ class Transaction:
 
     async def _stage(self, name: StreamName, shard: int, target: _Target) -> None:
         accumulator = self._accumulators.pop((name, shard))
-        batch = encode_batch(accumulator.records, shard=shard, compress=self._compress)
-        async with self._sending:
-            self._require_open()
-            await self._transactions.call(
-                Stage(self.id, self._staged, str(name), target.incarnation, batch.encode())
+        data = encode_batch(accumulator.records, shard=shard, compress=self._compress).encode()
+        self._waiting.append(
+            _Waiting(
+                lambda index: Stage(self.id, index, str(name), target.incarnation, data), accumulator.handles
             )
-            self._staged += 1
-            self._batches.append(accumulator.handles)
+        )
+        await self._stage_waiting()
+
+    async def _stage_waiting(self) -> None:
+        """In order. What raises stays the first."""
+        async with self._sending:
+            while self._waiting:
+                self._require_open()
+                waiting = self._waiting[0]
+                await self._transactions.call(waiting.message(self._staged))
+                self._waiting.popleft()
+                self._staged += 1
+                if waiting.handles is not None:
+                    self._batches.append(waiting.handles)
 
     async def acknowledge(
         self, *work: Job | ConsumerRecord | ConsumerBatch, consumer: Consumer | None = None
@@ -325,7 +351,7 @@ class Transaction:
 
     async def _stage_acknowledgements(self) -> None:
         """Once, at the commit: what belongs together goes together."""
-        for (stream, name), shards in list(self._consumed.items()):
+        for (stream, name), shards in self._consumed.items():
             acks: list[ShardAck] = []
             for (shard, generation), done in shards.items():
                 flat = [edge for each in done for edge in each]
@@ -336,19 +362,19 @@ class Transaction:
                 ]
             for each in acks:
                 body = msgspec.msgpack.encode(SubscriptionAcks(stream, name, [each]))
-                await self._stage_body("subscription", body)
-            del self._consumed[stream, name]
-        for queue in list(self._jobs):
-            held = [Held(job.shard, job.offset, 1, job.token) for job in self._jobs[queue]]
+                self._acknowledgement("subscription", body)
+        self._consumed = {}
+        for queue, jobs in self._jobs.items():
+            held = [Held(job.shard, job.offset, 1, job.token) for job in jobs]
             for at in range(0, len(held), RUNS_MAX):
                 body = msgspec.msgpack.encode(QueueAcks(str(queue), held[at : at + RUNS_MAX]))
-                await self._stage_body("queue", body)
-            self._left += self._jobs.pop(queue)
+                self._acknowledgement("queue", body)
+            self._left += jobs
+        self._jobs = {}
+        await self._stage_waiting()
 
-    async def _stage_body(self, view: str, body: bytes) -> None:
-        async with self._sending:
-            await self._transactions.call(StageAcknowledgement(self.id, self._staged, view, body))
-            self._staged += 1
+    def _acknowledgement(self, view: str, body: bytes) -> None:
+        self._waiting.append(_Waiting(lambda index: StageAcknowledgement(self.id, index, view, body), None))
 
     def _give_back(self) -> None:
         """The jobs of a transaction that is not committed: to be done again."""
@@ -390,6 +416,7 @@ class Transaction:
         """Drop it: nothing of it will be in any stream. Raises RequestError(CONFLICT) where it is committed."""
         self._over = True
         self._accumulators.clear()
+        self._waiting.clear()
         self._give_back()
         if self._begun_ms is not None:
             await self._transactions.call(Abort(self.id))

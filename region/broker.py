@@ -108,6 +108,7 @@ class Broker:
         self.transport_limits = transport_limits
         self.runtime = runtime
         self.clock_ms = runtime.clock.now_ms
+        self.boot_ms = runtime.clock.boot_ms
         self._streams_clock = streams_clock
         self.started_ms = self.clock_ms()
         self.metrics = BrokerMetrics()

@@ -72,6 +72,8 @@ def take_inventory(
         shards=tuple(_shards(region, data, runtime, files)),
         audit=file.audit,
         retired=file.retired,
+        audit_copies=file.audit_copies,
+        audit_epoch=file.audit_epoch,
         audit_log=_audit_log(data / AUDIT),
     )
 

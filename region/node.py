@@ -35,6 +35,7 @@ from region.replication.links import PEER_ALPN
 from region.session.client_session import ClientSession
 from region.startup.broker import Parts, open_broker
 from region.startup.ground import THIS_MACHINE, Machine
+from region.views.wall_clock import HeldClock
 
 log = logging.getLogger("felix.region.node")
 
@@ -206,9 +207,11 @@ class Node:
             else:
                 snapshot_told.ends()
 
+        retention_clock = HeldClock(self.broker.streams_ms, self.broker.boot_ms)
+
         async def retain() -> None:
             self.subscriptions.hold_all()
-            await streams.maintenance.sweep(self.broker.streams_ms())
+            await streams.maintenance.sweep(retention_clock.now_ms())
 
         async def compact() -> None:
             await streams.maintenance.compact(self.broker.streams_ms())
@@ -232,7 +235,7 @@ class Node:
             (MEASURE_S, measure, "what is in use could not be measured"),
             (
                 self.config.subscriptions.sweep_every / 1000,
-                lambda: self.subscriptions.sweep(self.broker.streams_ms()),
+                self.subscriptions.sweep,
                 "inactive subscriptions could not be looked at",
             ),
             (storage.sweep_every / 1000, retain, "retention could not be applied"),

@@ -101,8 +101,8 @@ class AuditTold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`, `audit`, `retired`: as in its file
-    `node`."""
+    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`, `audit`, `retired`, `audit_copies`,
+    `audit_epoch`: as in its file `node`."""
 
     region: str
     broker: str
@@ -118,6 +118,8 @@ class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
     audit: str = ""
     audit_log: AuditTold = AuditTold()
     retired: dict[str, str] = {}
+    audit_copies: dict[str, str] = {}
+    audit_epoch: int = 0
 
     @property
     def number(self) -> int:
@@ -182,7 +184,8 @@ def reconcile(
     gone = {*retired, *known_retired}
     left_out = {broker: report for broker, report in reports.items() if broker in retired}
     reports = {broker: report for broker, report in reports.items() if broker not in gone}
-    missing = sorted({*view.nodes, *expected} - reports.keys() - {*without, *gone})
+    noted = _audit_copies(reports)
+    missing = sorted({*view.nodes, *expected, *noted} - reports.keys() - {*without, *gone})
     if missing:
         return Refusal(
             Reason.NO_REPORT,
@@ -220,7 +223,7 @@ def reconcile(
     for shard in sorted(known):
         if shard.incarnation not in deleted:
             stream = streams.get(shard.incarnation)
-            one = _known(plan, view, shard, stream, told.get(shard, {}), without, gone)
+            one = _known(plan, view, shard, stream, told.get(shard, {}), without, gone, noted)
             _shard(plan, view, one, signed, alone, election)
             _left_out(plan, one, left_out)
     _unknown(plan, told, {shard.incarnation for shard in known} | set(deleted))
@@ -232,6 +235,16 @@ def reconcile(
         if configured
     )
     return plan
+
+
+def _audit_copies(reports: Mapping[str, FolderReport]) -> dict[str, str]:
+    """The brokers whose copies of the audit log were in sync last, as the folders know it, each with the folder that it had."""
+    newest = max((report.audit_epoch for report in reports.values()), default=0)
+    found: dict[str, str] = {}
+    for _, report in sorted(reports.items()):
+        if report.audit_epoch == newest:
+            found |= report.audit_copies
+    return found
 
 
 def _known_retired(
@@ -369,6 +382,8 @@ class _Known:
     """brokers whose copies cannot be had: not heard, or damaged"""
     former: Sequence[str]
     """brokers whose folder was lost since the backup: it may have had what nobody else has"""
+    since: Sequence[str]
+    """of another stream: brokers whose folder was lost since the backup, and of which nobody knows whether they had got a copy"""
     emptied: Sequence[str]
     """of an audit log that nobody may lead: brokers whose copy has nothing now, so that nobody knows what it had"""
     missing: int
@@ -422,6 +437,7 @@ def _known(
     told: Mapping[str, ShardTold],
     without: Collection[str],
     gone: set[str],
+    noted: Mapping[str, str],
 ) -> _Known:
     stored = view.shards.get(shard)
     before = None if stored is None else _without_retired(stored, gone)
@@ -439,6 +455,21 @@ def _known(
         and broker in plan.nodes
         and (not _is_of_store(view, plan, broker) or _was_replaced_since(view, before, broker))
     ]
+    name = before.stream if before is not None else stream.name if stream is not None else ""
+    if name == str(AUDIT_STREAM):
+        # Who got a copy after the backup is in no record of it.
+        former += [
+            broker
+            for broker, folder in sorted(noted.items())
+            if broker in plan.nodes and plan.nodes[broker].folder != folder and broker not in former
+        ]
+        since = []
+    else:
+        since = [
+            broker
+            for broker in sorted(view.nodes.keys() - {*former, *told, *gone})
+            if broker in plan.nodes and not _is_of_store(view, plan, broker)
+        ]
     emptied: list[str] = []
     if before is not None and before.stream == str(AUDIT_STREAM) and _may_be_led_by_nobody(before):
         # Nobody has filled a copy since: one that has nothing lost it, or never had any.
@@ -455,7 +486,7 @@ def _known(
         missing = max(missing, stream.config.replicas - len(whole))
     return _Known(
         shard=shard,
-        name=before.stream if before is not None else stream.name if stream is not None else "",
+        name=name,
         stored=stored,
         before=before,
         stream=stream,
@@ -464,6 +495,7 @@ def _known(
         whole=whole,
         away=away,
         former=former,
+        since=since,
         emptied=emptied,
         missing=missing,
         minimum=before.min if before is not None else min_in_sync(stream.config) if stream is not None else 1,
@@ -520,7 +552,7 @@ def _shard(
         )
         plan.shards.append(_led_by_nobody(plan, view, known, winners, election()))
         return
-    doubt = _doubt(known, winners[0], doubt, signed)
+    doubt = _doubt(known, winners, doubt, signed)
     if doubt and known.is_audit:
         plan.losses.append(
             f"The audit log is led by nobody: {doubt}. Without those leaves it would be a second history; bring them back, and reconcile again."
@@ -575,14 +607,24 @@ def _led_by_nobody(
     return ShardPlan(known.shard, known.stored, after, ())
 
 
-def _doubt(known: _Known, winner: str, doubt: str, signed: tuple[int, str]) -> str:
-    """Why the winner may lack something that was committed; empty where it has all. `doubt`: what the copies alone say."""
+def _doubt(known: _Known, winners: Sequence[str], doubt: str, signed: tuple[int, str]) -> str:
+    """Why the winners may lack something that was committed; empty where they have all. `doubt`: what the copies alone say."""
+    winner = winners[0]
     doubt = doubt or _more_than(known.whole, winner)
-    minimum, those = known.minimum, _those(known)
-    if known.has_copies and known.missing >= minimum:
+    minimum, those, missing = known.minimum, _those(known), known.missing
+    if known.since:
+        # There are no more copies than the stream has: those that are equal are some of them.
+        replicas = max(
+            0 if known.before is None else len(known.before.replicas),
+            0 if known.stream is None else known.stream.config.replicas,
+        )
+        missing = min(missing + len(known.since), max(missing, replicas - len(winners)))
+        if missing > known.missing:
+            those += [f"one that {broker} got since, in a folder that it lost" for broker in known.since]
+    if known.has_copies and missing >= minimum:
         doubt = (
             f"a record was acknowledged once {minimum} {'copy' if minimum == 1 else 'copies'} had it, and those may have been "
-            f"{', '.join(those) if len(those) == known.missing else 'in folders that were not heard'}"
+            f"{', '.join(those) if len(those) >= missing else 'in folders that were not heard'}"
             + (f" ({known.why})" if known.why else "")
         )
     leaves = _ends(known.whole[winner]).get(RECORDS) if winner in known.whole else None

@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from region.cluster.records import BrokerRecord, NodeRecord, PulseRecord, encode
+from region.cluster.records import BrokerRecord, NodeRecord, PulseRecord, ShardRecord, encode
 from region.cluster.transactions import Reason, Refusal, Transaction, unchanged
 from region.cluster.view import ClusterView
 from region.metadata.transaction import Compare, Delete, Put, Write
@@ -40,7 +40,8 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     `registration`, the last that succeeded. `pulse`: what the store holds, or is about to. `sync_failed`: what this registration
     acknowledged without a sync may be gone from the page cache, although the machine runs on. `audit`: where the region's audit log is, as this
     folder saw it first, or what was signed since that it goes on as (audit_home.AuditHome); empty before. `retired`: the folders of
-    brokers that were retired while this one followed the store, by broker, the newest last."""
+    brokers that were retired while this one followed the store, by broker, the newest last. `audit_copies`: the folders of the brokers whose copies of the audit
+    log were in sync in epoch `audit_epoch` of it, as this one followed the store last, by broker."""
 
     folder: str
     registration: int = 0
@@ -49,6 +50,8 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     sync_failed: bool = False
     audit: str = ""
     retired: dict[str, str] = {}
+    audit_copies: dict[str, str] = {}
+    audit_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,22 @@ def with_brokers(file: FolderRecord, known: Mapping[str, str], changed: Mapping[
     }
     newest = dict(list(retired.items())[-RETIRED_REMEMBERED_MAX:])
     return file if newest == file.retired else msgspec.structs.replace(file, retired=newest)
+
+
+def with_audit_copies(
+    file: FolderRecord, record: ShardRecord, nodes: Mapping[str, NodeRecord]
+) -> FolderRecord:
+    """The file once `record` of the audit log was written. One of a store that went back says nothing."""
+    if record.epoch < file.audit_epoch:
+        return file
+    copies = {
+        broker: nodes[broker].folder
+        for broker, registration in sorted(record.members().items())
+        if broker in nodes and registration >= nodes[broker].whole_since
+    }
+    if (copies, record.epoch) == (file.audit_copies, file.audit_epoch):
+        return file
+    return msgspec.structs.replace(file, audit_copies=copies, audit_epoch=record.epoch)
 
 
 def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool) -> Refusal | None:

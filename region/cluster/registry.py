@@ -32,9 +32,10 @@ from felix.periodic import every
 from felix.runtime.port import Runtime
 from felix.tasks import end_tasks
 from region.cluster import registration
+from region.cluster.audit_home import AuditHome
 from region.cluster.mirror import ClusterMirror
 from region.cluster.node_file import NodeFile
-from region.cluster.records import BrokerRecord, Health
+from region.cluster.records import BrokerRecord, Health, ShardId
 from region.cluster.registration import LEASE_MARGIN_MS, PULSE_MS, FolderRecord, Start, Step, superseded
 from region.cluster.transactions import Reason, Refusal
 from region.metadata.lease import Lease
@@ -434,7 +435,24 @@ class Registry:
                 if event.key.startswith(keys.nodes)
             }
             self._file = registration.with_brokers(self._file, self._folders, changed)
+            self._note_audit_copies(known)
         self._folders = {broker: node.folder for broker, node in self._mirror.view.nodes.items()}
+
+    def _note_audit_copies(self, known: Change) -> None:
+        """Have the file know, with the next pulse, whose copies of the audit log are in sync."""
+        view, shard = self._mirror.view, self._audit_shard
+        if shard is None or all(event.key != view.keys.shard(shard) for event in known.events):
+            return
+        if (record := view.shards.get(shard)) is not None:
+            self._file = registration.with_audit_copies(self._file, record, view.nodes)
+
+    @property
+    def _audit_shard(self) -> ShardId | None:
+        """None where the log is on one broker's disk, or this folder does not know yet."""
+        if not self._file.audit:
+            return None
+        home = AuditHome.decode(self._file.audit, f"the folder of broker {self.broker}")
+        return ShardId(home.incarnation, 0) if home.incarnation else None
 
     def _refused(self, refusal: Refusal) -> None:
         if refusal.reason in _GONE_FOR_GOOD and self._ended is None:

@@ -249,7 +249,7 @@ class Queue:
 
     def describe(self, dead: int) -> QueueState:
         """As workers see it; `dead`: how many wait among the dead letters."""
-        now_ms = self._broker.streams_ms()
+        now_ms, boot_ms = self._broker.streams_ms(), self._broker.boot_ms()
         counts = [sum(shard.state.counts[phase] for shard in self.shards) for phase in Phase]
         oldest = [shard.state.oldest_ms for shard in self.shards if shard.state.oldest_ms]
         granted = {taker.worker for taker in self._takers.values() if taker.granted}
@@ -262,8 +262,8 @@ class Queue:
             counts[Phase.WAITING],
             dead + counts[Phase.MOVING],
             max(0, now_ms - min(oldest)) if oldest else 0,
-            round(sum(shard.put.per_second(now_ms) for shard in self.shards), 1),
-            round(sum(shard.acked.per_second(now_ms) for shard in self.shards), 1),
+            round(sum(shard.put.per_second(boot_ms) for shard in self.shards), 1),
+            round(sum(shard.acked.per_second(boot_ms) for shard in self.shards), 1),
             sum(shard.acked.total for shard in self.shards),
             sum(shard.redelivered for shard in self.shards),
             sum(shard.dead.moved for shard in self.shards),

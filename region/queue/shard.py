@@ -40,11 +40,13 @@ from region.log.ring import Entry
 from region.log.shard import ShardLog
 from region.metadata.records import SHARDS_MAX
 from region.queue.state import (
+    NO_DELAY,
     NOTHING,
     PRIORITIES,
     PRIORITY_DEFAULT,
     READY_MAX,
     RECORD_BYTES,
+    Delay,
     Phase,
     QueueState,
     Run,
@@ -68,6 +70,7 @@ from region.views.dead_letter import (
 )
 from region.views.due import DueTimer
 from region.views.history import shared_end, told
+from region.views.wall_clock import WallClock
 
 log = logging.getLogger("felix.region.queue")
 
@@ -167,7 +170,8 @@ class QueueShard:
         self._closed = False
         self._wanted = False
         self._reading: asyncio.Task[None] | None = None
-        self._timer = DueTimer(self._tick, lambda: self.now_ms)
+        self._clock = WallClock(broker.streams_ms, broker.boot_ms, self._clock_set)
+        self._timer = DueTimer(self._tick, broker.streams_ms)
         self._end_seen = shard.high_watermark
         self._coming_back: dict[int, asyncio.Future[bool]] = {}
         self._unfollow: Callable[[], None] | None = None
@@ -183,7 +187,16 @@ class QueueShard:
 
     @property
     def now_ms(self) -> int:
-        return self._broker.streams_ms()
+        """The time by which all here goes. Where the clock was set since the last look, what lasts has the time that is left of it."""
+        return self._clock.now_ms()
+
+    def _clock_set(self, by_ms: int) -> None:
+        entries = self.state.clock_set(by_ms, self._broker.streams_ms())
+        if self.serves:
+            for entry in entries:
+                self._append(entry, ignore)
+        if self._serving:
+            self._arm()
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -220,7 +233,7 @@ class QueueShard:
         for move in self.dead.pending:
             self.state.bury(move.held, self._opened_ms)
         self.state.head = self.state.floor
-        self._end_seen = self.log.high_watermark
+        self._end_seen = self.state.own_from = self.log.high_watermark
         for offset, token in self._reserved.items():
             self.state.reserve([(offset, 1, token)])
 
@@ -309,7 +322,7 @@ class QueueShard:
     def _grown(self) -> None:
         end = self.log.high_watermark
         if end > self._end_seen:
-            self.put.add(end - self._end_seen, self.now_ms)
+            self.put.add(end - self._end_seen, self._broker.boot_ms())
             self._end_seen = end
         self._fill()
         self._changed()
@@ -399,9 +412,9 @@ class QueueShard:
             for record in decoded.records if decoded is not None else ():
                 if record.offset < state.head:
                     continue
-                priority, due_ms = _asked(record)
+                priority, wanted = _asked(record)
                 key = bytes(record.key) if ordered and record.key else None
-                state.take_up(record.offset, record.timestamp_ms, priority, due_ms, key, now_ms)
+                state.take_up(record.offset, record.timestamp_ms, priority, wanted, key, now_ms)
             state.head = max(state.head, entry.next_offset)
 
     def _take_apart(self, body: memoryview, base_offset: int, next_offset: int) -> _Decoded | None:
@@ -600,7 +613,7 @@ class QueueShard:
         self.check()
         left = len(self.state.tracked)
         entry, lost = self.state.ack(runs, self.now_ms)
-        self.acked.add(left - len(self.state.tracked), self.now_ms)
+        self.acked.add(left - len(self.state.tracked), self._broker.boot_ms())
         self._write([entry] if entry is not None else [], done)
         return lost
 
@@ -609,7 +622,7 @@ class QueueShard:
         self.check()
         left = len(self.state.tracked)
         entry = self.state.settle(clipped(runs, end), self.now_ms)
-        self.acked.add(left - len(self.state.tracked), self.now_ms)
+        self.acked.add(left - len(self.state.tracked), self._broker.boot_ms())
 
         def settled(error: FelixError | None) -> None:
             # Where the journal refused it, it is asked again: nobody else gets the records meanwhile.
@@ -654,8 +667,7 @@ class QueueShard:
     def extend(self, runs: Sequence[Run], visibility_ms: int, done: Done) -> list[int]:
         """Leases go on. Raises UnavailableError."""
         self.check()
-        now_ms = self.now_ms
-        entry, lost = self.state.extend(runs, now_ms + visibility_ms, now_ms)
+        entry, lost = self.state.extend(runs, self.now_ms + visibility_ms)
         self._write([entry] if entry is not None else [], done)
         self._arm()
         return lost
@@ -803,17 +815,15 @@ def forget_reserved(reserved: dict[int, int], runs: Iterable[Run]) -> None:
                 del reserved[offset]
 
 
-def _asked(record: Record) -> tuple[int, int]:
+def _asked(record: Record) -> tuple[int, Delay]:
     """Priority, and not before when: what the record's headers ask. What cannot be read is not asked."""
     headers = record.headers
     if not headers:
-        return PRIORITY_DEFAULT, 0
+        return PRIORITY_DEFAULT, NO_DELAY
     priority = _number(headers.get(PRIORITY), PRIORITIES - 1)
-    due_ms = _number(headers.get(DELIVER_AT), record.timestamp_ms + DURATION_MS_MAX) or 0
-    delay_ms = _number(headers.get(DELAY), DURATION_MS_MAX)
-    if delay_ms is not None:
-        due_ms = max(due_ms, record.timestamp_ms + delay_ms)
-    return PRIORITY_DEFAULT if priority is None else priority, due_ms
+    at_ms = _number(headers.get(DELIVER_AT), record.timestamp_ms + DURATION_MS_MAX) or 0
+    delay_ms = _number(headers.get(DELAY), DURATION_MS_MAX) or 0
+    return PRIORITY_DEFAULT if priority is None else priority, Delay(at_ms, delay_ms)
 
 
 def _number(text: bytes | None, most: int) -> int | None:

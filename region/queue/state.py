@@ -37,6 +37,7 @@ from felix.errors import CorruptionError
 from felix.ranges import RangeSet
 from felix.settings import QueueSettings
 from region.log.epochs import EVERYTHING
+from region.views.wall_clock import SET_MS
 
 READY_MAX: Final = 4_096
 """Read ahead of the workers: enough for many of them with long prefetches, a few ms of work to take up."""
@@ -44,8 +45,6 @@ TRACKED_MAX: Final = 200_000
 """Records of a shard that are known one by one: ready, leased, delayed. With more of them no further are taken up."""
 VISIBILITY_MS_MAX: Final = 12 * 3_600_000
 """A lease may be asked for so long."""
-SET_BACK_MS: Final = 5_000
-"""A clock that goes back by less is held for one that was set a little: leases end so much later then."""
 RECORD_BYTES: Final = 320
 """About what one of them takes in memory."""
 FINISHED_MAX: Final = 16_384
@@ -109,6 +108,16 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     epochs: list[int] = []
 
 
+class Delay(NamedTuple):
+    """When a record is to be leased first: not before `at_ms`, and not before `delay_ms` after it was published. 0: at once."""
+
+    at_ms: int
+    delay_ms: int
+
+
+NO_DELAY: Final = Delay(0, 0)
+
+
 class Spent(NamedTuple):
     """A record that had all its attempts."""
 
@@ -120,7 +129,7 @@ class Tracked:
     """A record that is neither done nor only in the log."""
 
     __slots__ = (
-        "began_ms", "due_ms", "key", "leased_ms", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
+        "due_ms", "is_delayed", "is_own", "key", "leased_ms", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
     )  # fmt: skip
 
     def __init__(self, offset: int, phase: Phase) -> None:
@@ -135,8 +144,11 @@ class Tracked:
         self.worker = 0
         self.leased_ms = 0
         """When the newest lease began; 0 where that was before this start."""
-        self.began_ms = 0
-        """From when its time counts: as it was leased, or extended last."""
+        self.is_delayed = False
+        """Whether it was put to come so long after `time_ms`, and was never leased."""
+        self.is_own = False
+        """Whether `due_ms` counts from a moment since this start (a lease, or its extension; what was given back; a delay): where the clock is set, it moves with it.
+        What log or journal say of before, and a time of the day that was asked for, go by the clock as it is."""
         self.open = False
         """True while the newest lease may still settle it."""
         self.reserved = False
@@ -194,6 +206,8 @@ class QueueState:
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
         self.done = RangeSet()
+        self.own_from = 0
+        """Records from here on were published since this start."""
         self.known_end = EVERYTHING
         """At replay: the next entries name records that are no more from here on."""
         self.head = 0
@@ -208,8 +222,6 @@ class QueueState:
         self._timer_numbers = count()
         self._keys: dict[bytes, deque[int]] = {}
         self._finished: dict[int, int] = {}
-        self._leased_ms = 0
-        """The latest time at which a lease began or was extended, or, once the clock was set back behind that, when that was seen."""
 
     # -- stats -----------------------------------------------------------------------------------------
 
@@ -252,7 +264,7 @@ class QueueState:
             stop = self.done.start_after(offset)
             for each in range(offset, end if stop is None else min(end, stop)):
                 if each in tracked:
-                    self._take_up(each, time_ms, PRIORITY_DEFAULT, 0, None, now_ms)
+                    self._take_up(each, time_ms, PRIORITY_DEFAULT, NO_DELAY, None, now_ms)
                     continue
                 record = Tracked(each, Phase.READY)
                 record.time_ms, record.loaded = time_ms, True
@@ -264,22 +276,27 @@ class QueueState:
         self.head = max(self.head, end)
 
     def take_up(
-        self, offset: int, time_ms: int, priority: int, due_ms: int, key: bytes | None, now_ms: int
+        self, offset: int, time_ms: int, priority: int, wanted: Delay, key: bytes | None, now_ms: int
     ) -> None:
-        """The record at `head`: its priority, not before when (0: at once), and its key where keys count."""
+        """The record at `head`: its priority, not before when, and its key where keys count."""
         assert offset >= self.head
         self.skip(offset)
         if offset not in self.done:
-            self._take_up(offset, time_ms, priority, due_ms, key, now_ms)
+            self._take_up(offset, time_ms, priority, wanted, key, now_ms)
         self.head = offset + 1
 
     def _take_up(
-        self, offset: int, time_ms: int, priority: int, due_ms: int, key: bytes | None, now_ms: int
+        self, offset: int, time_ms: int, priority: int, wanted: Delay, key: bytes | None, now_ms: int
     ) -> None:
         record = self.tracked.get(offset)
         if record is None:
             record = Tracked(offset, Phase.WAITING)
-            record.due_ms = due_ms
+            # Nothing is published later than now: a time that says so is of a clock that was ahead.
+            began_ms = time_ms if time_ms <= now_ms + SET_MS else now_ms
+            delayed_ms = began_ms + wanted.delay_ms if wanted.delay_ms else 0
+            record.due_ms = max(wanted.at_ms, delayed_ms)
+            record.is_delayed = delayed_ms > wanted.at_ms
+            record.is_own = record.is_delayed and (offset >= self.own_from or began_ms == now_ms)
             self.tracked[offset] = record
             self.counts[Phase.WAITING] += 1
         record.time_ms, record.priority, record.loaded = time_ms, priority, True
@@ -357,14 +374,7 @@ class QueueState:
         record.due_ms = until_ms
         record.worker = worker
         record.leased_ms = now_ms
-        record.open = True
-        self._began(record, now_ms)
-
-    def _began(self, record: Tracked, now_ms: int) -> None:
-        """The time of its lease counts from now, by the clock as it is."""
-        record.began_ms = now_ms
-        if now_ms > self._leased_ms:
-            self._leased_ms = now_ms
+        record.is_own, record.is_delayed, record.open = True, False, True
 
     def leased(self, records: Sequence[Tracked], until_ms: int, worker: int) -> bytes:
         """The entry of what was leased, all until the same time and by one worker."""
@@ -477,7 +487,7 @@ class QueueState:
                     found.append((offset, token))
         return (self._entry(Kind.RELEASED, runs_of(found), now_ms) if found else None), lost
 
-    def extend(self, runs: Iterable[Run], until_ms: int, now_ms: int) -> tuple[bytes | None, list[int]]:
+    def extend(self, runs: Iterable[Run], until_ms: int) -> tuple[bytes | None, list[int]]:
         """Leases go on until `until_ms`; also one that has run out, where nobody else got the record."""
         found: list[tuple[int, int]] = []
         lost: list[int] = []
@@ -488,7 +498,7 @@ class QueueState:
                     lost.append(offset)
                 else:
                     self._lease_again(record, until_ms, record.worker)
-                    self._began(record, now_ms)
+                    record.is_own = True
                     found.append((offset, token))
         if not found:
             return None, lost
@@ -513,8 +523,6 @@ class QueueState:
     def tick(self, now_ms: int) -> list[Spent]:
         """Free what is due: delayed records, leases that ran out. Returns the records that had all their attempts, in order of
         offsets: they are MOVING. Nothing is written: the time of a lease stands in its entry."""
-        if self._leased_ms > now_ms + SET_BACK_MS:
-            self._set_back(now_ms)
         spent: list[Spent] = []
         attempts_max = self.settings.retries.attempts_max
         while self._timers and self._timers[0][0] <= now_ms:
@@ -535,15 +543,25 @@ class QueueState:
         spent.sort()
         return spent
 
-    def _set_back(self, now_ms: int) -> None:
-        """The clock was set back: a lease that began, or was extended, later than it is now lasts as long from now on as it was to last then."""
-        self._leased_ms = now_ms
-        for offset, record in self.tracked.items():
-            if record.phase is Phase.LEASED and record.began_ms > now_ms:
-                record.due_ms = now_ms + min(max(0, record.due_ms - record.began_ms), VISIBILITY_MS_MAX)
-                record.began_ms = now_ms
-                record.leased_ms = min(record.leased_ms, now_ms)
-                self._time(record.due_ms, [offset])
+    def clock_set(self, by_ms: int, now_ms: int) -> list[bytes]:
+        """The clock was set ahead, or, negative, back, to `now_ms`: what lasts since this start has the time that is left of it. The entries, for who leads next; to be told before
+        anything else is decided by the clock as it is now."""
+        moved = []
+        for record in self.tracked.values():
+            if record.phase is Phase.MOVING:
+                continue
+            if record.is_own:
+                record.due_ms += by_ms
+                if record.leased_ms:
+                    record.leased_ms += by_ms
+                moved.append(record)
+            elif record.is_delayed and record.time_ms > now_ms + SET_MS:
+                # Nothing was published later than now.
+                record.due_ms += now_ms - record.time_ms
+                record.is_own = True
+                moved.append(record)
+        self._time_each(record.offset for record in moved if record.phase in (Phase.LEASED, Phase.DELAYED))
+        return self._held(sorted((record for record in moved if record.token), key=lambda each: each.offset))
 
     # -- dead letters ----------------------------------------------------------------------------------
 
@@ -563,7 +581,7 @@ class QueueState:
         for offset in offsets:
             record = self.tracked.get(offset)
             if record is not None and record.phase is Phase.MOVING:
-                record.due_ms = 0
+                record.due_ms, record.is_own = 0, False
                 if record.loaded:
                     # While it was moving, its key, if it has one, went on without it: it queues up behind the key's other
                     # records.
@@ -651,22 +669,24 @@ class QueueState:
         found = [self._entry(Kind.FLOOR, [], floor)]
         found += self._entries(Kind.FLOOR, above, floor)
         found += self._entries(Kind.FINISHED, runs_of(sorted(self._finished.items())), 0)
-        held: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
-        refunds: list[tuple[int, int]] = []
-        for offset, record in sorted(self.tracked.items()):
-            if not record.token:
-                continue
-            if record.open:
-                # An expired lease is still a lease here: its time shows that it expired.
-                held.setdefault((Kind.LEASED, record.due_ms), []).append((offset, record.token))
-            else:
-                held.setdefault((Kind.DELAYED, record.due_ms), []).append((offset, record.token))
-            if record.refunds:
-                refunds.append((offset, record.refunds))
-        for (kind, at_ms), some in held.items():
-            found += self._entries(kind, runs_of(some), at_ms)
+        leased = [record for _, record in sorted(self.tracked.items()) if record.token]
+        found += self._held(leased)
+        refunds = [(record.offset, record.refunds) for record in leased if record.refunds]
         found += self._entries(Kind.REFUNDS, runs_of(refunds), 0)
         return found
+
+    def _held(self, records: Iterable[Tracked]) -> list[bytes]:
+        """Until when these, which have been leased, are leased or delayed."""
+        held: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
+        for record in records:
+            # An expired lease is still a lease here: its time shows that it expired.
+            kind = Kind.LEASED if record.open else Kind.DELAYED
+            held.setdefault((kind, record.due_ms), []).append((record.offset, record.token))
+        return [
+            entry
+            for (kind, at_ms), some in held.items()
+            for entry in self._entries(kind, runs_of(some), at_ms)
+        ]
 
     def _entries(self, kind: Kind, runs: list[int], at_ms: int) -> Iterator[bytes]:
         for at in range(0, len(runs), 3 * RUNS_PER_ENTRY):
@@ -713,7 +733,7 @@ class QueueState:
             line.append(record.offset)
 
     def _give_back(self, record: Tracked, due_ms: int, now_ms: int, *, first: bool = False) -> None:
-        record.due_ms, record.open = due_ms, False
+        record.due_ms, record.is_own, record.open = due_ms, True, False
         self._set(record, Phase.DELAYED)
         if record.loaded:
             self._free(record, now_ms, first=first)

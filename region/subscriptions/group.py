@@ -70,6 +70,11 @@ class Group:
         """The consumer acknowledges nothing any more."""
         self.members[member] = True
 
+    def clock_set(self, by_ms: int) -> None:
+        """The clock was set ahead, or, negative, back: what was revoked has the time that is left of it."""
+        for shard in self.draining:
+            self.draining[shard] += by_ms
+
     def resume(self, member: int) -> bool:
         """It does again. True where it was stalled."""
         stalled, self.members[member] = self.members[member], False

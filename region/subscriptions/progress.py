@@ -13,7 +13,7 @@ Invariants:
 - `generation` is 0 while nobody has the shard; else calls with another one are fenced;
 - records out, unsent, and waiting below the cursor, are at most `unacked_max` and one batch.
 
-Times in ms. An attempt begins when the record's batch is sent: from then on the ack timeout runs. It counts once it has failed: by
+Times in ms, by the wall clock: where that is set, `clock_set` has to be told before anything else. An attempt begins when the record's batch is sent: from then on the ack timeout runs. It counts once it has failed: by
 nack, by its ack timeout, or by the death of its consumer, which counts against the oldest record that it was sent and had not
 acknowledged, since the others were only on their way to be worked on. A redelivery for which the consumer has given no credit is
 no attempt, however long it waits.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
 from felix.errors import Code, RequestError
@@ -69,6 +70,8 @@ class _Kind(NamedTuple):
     due_ms: int
     attempts: int
     reason: str
+    is_own: bool = True
+    """whether they have waited since this start: where the clock is set, their time moves with it; one that the journal says goes by the clock as it is"""
 
 
 class Redelivered(NamedTuple):
@@ -328,6 +331,23 @@ class Progress:
             entries += self._fail(list(out.ranges), out.attempt, now_ms, -1, TIMED_OUT)
         return entries
 
+    def clock_set(self, by_ms: int) -> list[Entry]:
+        """The clock was set ahead, or, negative, back: what is out, and what waits since this start, keeps the time that is left of it."""
+        for out in (*self._out, *self._unsent):
+            out.deadline_ms += by_ms
+        entries: list[Entry] = []
+        waiting, self._waiting = self._waiting, {}
+        for kind, ranges in waiting.items():
+            if kind.is_own:
+                kind = kind._replace(due_ms=kind.due_ms + by_ms)
+                if kind.attempts:
+                    # Whoever leads next goes by what the journal says.
+                    entries += self._chunked(ranges, partial(self._failed, kind))
+            held = self._waiting.setdefault(kind, RangeSet())
+            for each in ranges:
+                held.add(*each)
+        return entries
+
     def again(self, now_ms: int) -> list[Redelivered]:
         """The records to redeliver to the owner now. `redelivered` says which have been sent."""
         if not self.generation:
@@ -461,7 +481,8 @@ class Progress:
                 self._settle(clipped(unpack(distances), end))
             case Failed():
                 self._wait(
-                    clipped(unpack(entry.distances), end), _Kind(entry.due_ms, entry.attempts, entry.reason)
+                    clipped(unpack(entry.distances), end),
+                    _Kind(entry.due_ms, entry.attempts, entry.reason, is_own=False),
                 )
             case _:
                 raise AssertionError(entry)
@@ -482,7 +503,7 @@ class Progress:
             for offset, dying in self._dying.items()
         ]
         for kind, ranges in waiting:
-            yield from self._chunked(ranges, lambda part, kind=kind: self._failed(kind, part))  # type: ignore[misc]
+            yield from self._chunked(ranges, partial(self._failed, kind))
 
     def _failed(self, kind: _Kind, distances: list[int]) -> Failed:
         return Failed(self.subscription, kind.attempts, kind.due_ms, kind.reason, distances)

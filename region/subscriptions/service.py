@@ -529,11 +529,13 @@ class SubscriptionService:
 
     # -- what is swept ---------------------------------------------------------------------------------
 
-    async def sweep(self, now_ms: int) -> None:
+    async def sweep(self) -> None:
         """Delete subscriptions that had no consumer for their `inactive_ttl_ms`."""
         for held in list(self._held.values()):
             for subscription in list(held.by_name.values()):
                 ttl_ms = subscription.definition.settings.inactive_ttl_ms
+                # Asked of each: where the clock was set, it goes on from there.
+                now_ms = subscription.now_ms()
                 if not ttl_ms or subscription.consumer_count or now_ms - subscription.active_ms < ttl_ms:
                     continue
                 try:

@@ -34,6 +34,7 @@ from region.subscriptions.progress import Progress, Redelivered
 from region.subscriptions.store import SubscriptionStore
 from region.views.due import DueTimer
 from region.views.history import known_end, told
+from region.views.wall_clock import WallClock
 
 log = logging.getLogger("felix.region.subscriptions")
 
@@ -90,6 +91,7 @@ class DurableSubscription:
         self.redelivered = 0
         self.dead = 0
         self.skipped = 0
+        self._clock = WallClock(broker.streams_ms, broker.boot_ms, self._clock_set)
         self.active_ms = broker.streams_ms()
         """When there was a consumer for the last time; the start of the broker where there was none since."""
         self._broker = broker
@@ -146,6 +148,21 @@ class DurableSubscription:
         """Why its positions are not known now."""
         return next((why for store in self._stores if (why := store.unread()) is not None), None)
 
+    def now_ms(self) -> int:
+        """The time by which all here goes. Where the clock was set since the last look, what lasts has the time that is left of it."""
+        return self._clock.now_ms()
+
+    def _clock_set(self, by_ms: int) -> None:
+        self.active_ms += by_ms
+        self._signs_ms = {number: sign_ms + by_ms for number, sign_ms in self._signs_ms.items()}
+        self._group.clock_set(by_ms)
+        for number, store in enumerate(self._stores):
+            entries = self.progress(number).clock_set(by_ms)
+            if entries and store.refusal() is None:
+                self._write(number, entries)
+        self._timer.cancel()
+        self._arm()
+
     # -- consumers -------------------------------------------------------------------------------------
 
     @property
@@ -157,7 +174,7 @@ class DurableSubscription:
         self._last_member += 1
         number = self._last_member
         self._members[number] = member
-        self._signs_ms[number] = self._broker.streams_ms()
+        self._signs_ms[number] = self.now_ms()
         return number
 
     def enter(self, number: int) -> None:
@@ -170,7 +187,7 @@ class DurableSubscription:
         if self._members.pop(number, None) is None:
             return
         self._signs_ms.pop(number, None)
-        now_ms = self.active_ms = self._broker.streams_ms()
+        now_ms = self.active_ms = self.now_ms()
         if number not in self._group.members:
             return
         for shard in self._group.leave(number):
@@ -181,7 +198,7 @@ class DurableSubscription:
         """The consumer gave a shard back. Raises RequestError(CONSUMER_FENCED)."""
         progress = self._owned(number, shard, generation)
         self._group.released(number, shard)
-        self._write(shard, progress.release(self._broker.streams_ms(), died=False))
+        self._write(shard, progress.release(self.now_ms(), died=False))
         self._rebalance()
 
     def _owned(self, number: int, shard: int, generation: int) -> Progress:
@@ -201,7 +218,7 @@ class DurableSubscription:
         return refused
 
     def _rebalance(self) -> None:
-        now_ms = self._broker.streams_ms()
+        now_ms = self.now_ms()
         for step, shard, number in self._group.rebalance(now_ms):
             member, progress = self._members[number], self.progress(shard)
             generation = progress.generation
@@ -256,20 +273,20 @@ class DurableSubscription:
     def nack(self, number: int, call: Nack, done: Done) -> None:
         """Records failed; again later. Raises RequestError(CONSUMER_FENCED)."""
         progress = self._owned(number, call.shard, call.generation)
-        entries = progress.nack(pairs(call.ranges), call.delay_ms, call.reason, self._broker.streams_ms())
+        entries = progress.nack(pairs(call.ranges), call.delay_ms, call.reason, self.now_ms())
         self._stores[call.shard].write(entries, done)
         self._arm()
 
     def renew(self, number: int, shard: int, generation: int, offset: int) -> None:
         """Restart the whole ack timeout of the delivered records from `offset` on. Raises RequestError(CONSUMER_FENCED)."""
-        now_ms = self._broker.streams_ms()
+        now_ms = self.now_ms()
         self._owned(number, shard, generation).renew(offset, now_ms)
         if self._is_sooner(now_ms):
             self._arm()
 
     def _sign(self, number: int) -> None:
         """The consumer works."""
-        self._signs_ms[number] = self._broker.streams_ms()
+        self._signs_ms[number] = self.now_ms()
         if number in self._group.members and self._group.resume(number):
             asyncio.get_running_loop().call_soon(self._tick)
 
@@ -285,13 +302,13 @@ class DurableSubscription:
 
     def delivered(self, shard: int, base_offset: int, next_offset: int) -> None:
         progress = self.progress(shard)
-        now_ms = self._broker.streams_ms()
+        now_ms = self.now_ms()
         progress.delivered(base_offset, next_offset, now_ms)
         if not self._timer.due_ms or progress.waiting_count or self._is_sooner(now_ms):
             self._arm()
 
     def redelivered_batch(self, shard: int, base_offset: int, next_offset: int) -> None:
-        now_ms = self._broker.streams_ms()
+        now_ms = self.now_ms()
         self._write(shard, self.progress(shard).redelivered(base_offset, next_offset, now_ms))
         if not self._timer.due_ms or self._is_sooner(now_ms):
             self._arm()
@@ -321,9 +338,9 @@ class DurableSubscription:
             return
         self._timer.cancel()
         if self.refusal() is not None:
-            self._timer.arm(self._broker.streams_ms() + RETRY_MS)
+            self._timer.arm(self.now_ms() + RETRY_MS)
             return
-        now_ms = self._broker.streams_ms()
+        now_ms = self.now_ms()
         for shard in range(len(self._stores)):
             self._look_at(shard, now_ms)
         self._rebalance()
@@ -413,7 +430,7 @@ class DurableSubscription:
                 error = progress.fence(each.generation) or progress.reserve(list(ranges))
             if error is not None:
                 for held, reserved in kept:
-                    held.unreserve(reserved, self._broker.streams_ms())
+                    held.unreserve(reserved, self.now_ms())
                 self._arm()
                 return error
             kept.append((progress, list(ranges)))
@@ -440,7 +457,7 @@ class DurableSubscription:
                 continue
             ranges, end = ranges_of(each, progress.committed), known_end(records, epochs.get(each.shard))
             entries = progress.ack(clipped(ranges, end))
-            progress.unreserve(ranges, self._broker.streams_ms())
+            progress.unreserve(ranges, self.now_ms())
             self._stores[each.shard].write(entries, self._settled(each, gather.part()))
             self._wake(each.shard)
         gather.asked()
@@ -459,7 +476,7 @@ class DurableSubscription:
         for each in acks:
             progress = self.progress(each.shard)
             self._stores[each.shard].unreserved(self.id, ranges_of(each, 0))
-            progress.unreserve(ranges_of(each, progress.committed), self._broker.streams_ms())
+            progress.unreserve(ranges_of(each, progress.committed), self.now_ms())
         self._arm()
 
     # -- what is so ------------------------------------------------------------------------------------
@@ -522,7 +539,7 @@ class DurableSubscription:
         """Every consumer ends, with this error; the subscription stays. What they had is nobody's."""
         members, self._members = self._members, {}
         self._group = self._new_group()
-        now_ms = self.active_ms = self._broker.streams_ms()
+        now_ms = self.active_ms = self.now_ms()
         for number in range(len(self._stores)):
             progress = self.progress(number)
             if progress.generation:

@@ -155,8 +155,8 @@ def test_a_rebalance_that_somebody_ended_is_not_waited_for(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("ended", "said"),
     [
-        (ShardMoves([], 5, under_way=2), "The rebalancing is ended: 2 shards on the way arrive, and all else stays where it is"),
-        (ShardMoves([], 5), "The rebalancing is ended: nothing is on the way, and all else stays where it is"),
+        (ShardMoves([], 5, under_way=2), "The rebalancing is ended: 2 shards on the way arrive, and nothing more begins to move for it. Drains go on"),
+        (ShardMoves([], 5), "The rebalancing is ended: nothing is on the way, and nothing more begins to move for it. Drains go on"),
         (ShardMoves([], 0, is_asked=False), "No rebalancing is under way"),
         (ShardMoves([], 0, under_way=1, is_asked=False), "No rebalancing is under way; 1 shard still on the way arrives"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ from region.folder import RegionFolder
 from region.node import Node
 
 ORDERS = "acme/payments/orders"
+TOO_LONG = {"felix.message-id": b"x" * 300}
+"""Only a broker refuses it: a client's `message_id` is checked before."""
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +255,55 @@ async def test_no_broker_there(founded: Path, tmp_path: Path) -> None:
         pass
     with pytest.raises(UnavailableError, match="felix region up us-east"):
         await felix.connect(profile=felix.load_profile("us-east", home=founded), connect_timeout_s=0.3).open()
+
+
+@pytest.mark.parametrize("linger_ms", [0, 1])
+async def test_a_refused_batch_takes_nothing_along_that_the_synchronous_publisher_has_gathered_behind_it(
+    founded: Path, node: Node, linger_ms: float
+) -> None:
+    def script() -> list[bytes]:
+        profile = replace(felix.load_profile("us-east", home=founded), engine=node.config.engine)
+        views = felix.Views(deduplication=felix.Deduplication())
+        with felix.sync.connect(profile=profile) as region:
+            name = region.create_stream("acme/ops/identified", views=views).stream
+            refused: list[felix.Refusal] = []
+            with region.stream(name).publisher(
+                batch_records=4, linger_ms=linger_ms, on_refused=refused.append
+            ) as publisher:
+
+                def refuse() -> None:
+                    """A record that the broker does not take leaves by itself, and its error waits for the next call."""
+                    before = len(refused)
+                    publisher._background.call(publisher._inner.send(b"bad", headers=TOO_LONG))
+                    deadline = time.monotonic() + 60
+                    while len(refused) == before and time.monotonic() < deadline:
+                        time.sleep(0.01)
+
+                refuse()
+                for number in range(3):
+                    publisher.send(b"%d" % number)
+                with pytest.raises(RequestError, match="message id"):
+                    publisher.flush()
+                assert publisher.progress.acknowledged == 3, "what is gathered is given all the same"
+                refuse()
+                given = 3
+                with pytest.raises(RequestError, match="message id"):
+                    # Full batches raise it; the record that made one full is not given.
+                    while given < 100:
+                        publisher.send(b"%d" % given)
+                        given += 1
+                for number in range(given, 10):
+                    publisher.send(b"%d" % number)
+                publisher.flush()
+                refuse()
+                publisher.send(b"10")
+                with pytest.raises(RequestError, match="message id"):
+                    publisher.close()
+            with region.stream(name).subscribe("earliest") as subscription:
+                return [next(subscription).payload for _ in range(11)]
+
+    found = await asyncio.to_thread(script)
+    assert found == [b"%d" % number for number in range(11)]
 
 
 async def test_the_synchronous_face(founded: Path, node: Node) -> None:

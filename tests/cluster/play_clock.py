@@ -2,7 +2,7 @@
 
     python -m cluster.play_clock FOLDER [--rounds N] [--seed S] [--brokers 1] [--founded HOURS]
 
-What the clock costs is documented (docs/clusters.md, Clocks), and some of it is met here as well: jobs with a delay wait for an hour. `--founded`: how many hours ago the region was founded, by a right clock; with 0 no certificate holds by a clock that is behind.
+What the clock costs is documented (docs/clusters.md, Clocks), and some of it is met here as well: where a broker is started while it is ahead, records of half an hour go. `--founded`: how many hours ago the region was founded, by a right clock; with 0 no certificate holds by a clock that is behind.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import cluster.members
 import cluster.view_load
@@ -35,10 +36,16 @@ from region_process import BrokerProcess
 
 import felix
 from felix.errors import FelixError
+from felix.settings import SubscriptionSettings
+from region.folder import RegionFolder
 
 HOUR_MS = 3_600_000
 STREAM, VIEWS = "acme/ops/orders", ("acme/ops/jobs", "acme/ops/events", "acme/ops/prices")
 IDS, LATER = "acme/ops/ids", "acme/ops/later"
+KEPT = "acme/ops/kept"
+"""Records that are to be kept for half an hour, and a subscription that nobody reads, which is to stay as long."""
+KEPT_MS = HOUR_MS // 2
+SWEPT = "storage: {sweep_every: 200ms}\nsubscriptions: {sweep_every: 200ms}\n"
 
 
 def program(home: Path) -> Path:
@@ -57,7 +64,7 @@ class Lone:
     def __init__(self, home: Path, founded_ms: int | None) -> None:
         self.folder = make_region(home, "us-east", at_ms=founded_ms)
         place = f"127.0.0.1:{claim_port()}"
-        self.folder.config.write_text(self.folder.config.read_text().replace("127.0.0.1:0", place))
+        self.folder.config.write_text(self.folder.config.read_text().replace("127.0.0.1:0", place) + SWEPT)
         self.places = {"b1": place}
         profile = json.loads(self.folder.profile.read_text())
         profile["addresses"] = [place]
@@ -166,8 +173,14 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
             else:
                 (home / "etcd").mkdir()
                 etcd = kept.enter_context(running_etcd(home / "etcd"))
-                made = cluster.members.make_region
+                made, written = cluster.members.make_region, cluster.members.write_cluster
                 cluster.members.make_region = lambda *of: made(*of, at_ms=founded)  # type: ignore[assignment]
+
+                def swept(folder: RegionFolder, *of: Any, **more: Any) -> None:
+                    written(folder, *of, **more)
+                    folder.config.write_text(folder.config.read_text() + SWEPT)
+
+                cluster.members.write_cluster = swept  # type: ignore[assignment]
                 members = await stack.enter_async_context(  # type: ignore[assignment]
                     serving(home, etcd, brokers, lease_s=2, program=program(home))
                 )
@@ -180,6 +193,9 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
                 views=felix.Views(deduplication=felix.Deduplication(window_ms=600_000, ids_max=10_000)),
             )
             await one.create_queue(LATER, replicas=copies, visibility=30)
+            await one.create_stream(KEPT, replicas=copies, retention=felix.Retention(age_ms=KEPT_MS))
+            await one.stream(KEPT).create_subscription("idle", SubscriptionSettings(inactive_ttl_ms=KEPT_MS))
+            await one.stream(KEPT).publish_many([b"%d" % each for each in range(10)])
             history, views = History(), Views(*VIEWS, replicas=copies)
             load = Load(one, STREAM, history, pause_s=0.02)
             put: dict[bytes, float] = {}
@@ -188,7 +204,7 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
                 asyncio.ensure_future(each)
                 for each in (ids(third, counts), delayed(third, counts, put), worked(other, counts, done))
             ]
-            offset = 0
+            offset, was_started_ahead = 0, False
             async with load.going_on(writers=2, readers=1), judged(views, one), views.going_on(one, other):
                 for number in range(rounds):
                     what = random.choice(("jump", "jump", "kill", "quiet"))
@@ -199,6 +215,7 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
                         name = random.choice(list(members.running))
                         members.kill(name)
                         await members.start(name)
+                        was_started_ahead = was_started_ahead or offset > 0
                     counts[what] += 1
                     print(
                         f"  {number}: {what}, {offset // 60_000} min, {len(history.acknowledged)} records, {views}, {len(put)} later, {sum(done.values())} done, {dict(counts)}",
@@ -218,6 +235,9 @@ async def play(home: Path, seed: int, rounds: int, brokers: int, founded_h: floa
             for each in tasks:
                 each.cancel()
             await views.check(one)
+            kept = (await one.describe_stream(KEPT)).state[0]
+            assert was_started_ahead or kept.log_start == 0, kept
+            assert [each.name for each in await one.stream(KEPT).subscriptions()] == ["idle"]
             stored = await stored_in(one, STREAM)
             broken = [
                 f"{name}: {what}"

@@ -3,7 +3,8 @@ store. What was acknowledged is never lost, never stands twice, and every reader
 
 FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how many rounds of all kinds of faults; without it two of the worst are played. With it, a region of one
 broker for each ten rounds becomes several brokers' (cluster.play_conversion), another one is backed up while it serves, and put back (cluster.play_backup), shards are recovered (cluster.play_given_up) and older stores reconciled
-(cluster.play_reconciled) while whoever takes part is killed.
+(cluster.play_reconciled) while whoever takes part is killed, clients give up soon and publish again (cluster.play_give_ups), and rebalancings are ended
+(cluster.play_stops), beside brokers that are killed.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def test_whatever_fails_nothing_acknowledged_is_lost_and_all_is_served_again(tmp
         ("cluster.play_backup", True),
         ("cluster.play_given_up", False),
         ("cluster.play_reconciled", False),
+        ("cluster.play_give_ups", False),
+        ("cluster.play_stops", False),
     ],
 )
 def test_whatever_is_done_to_a_region_nothing_of_before_is_lost(

@@ -58,10 +58,16 @@ def planned(
     marks: Mapping[str, str] = MappingProxyType({}),
     expected: Collection[str] = (),
     configured: Collection[str] = (),
+    noted: Mapping[str, tuple[int, Mapping[str, str]]] = MappingProxyType({}),
 ) -> Plan | Refusal:
+    """`noted`: in which epoch of the audit log, and by which brokers with which folders, a broker saw copies of it in sync last."""
     config = StreamConfig(durability=Durability("fsync"), replicas=replicas)
     streams = {STREAM: Stream(name=stream, incarnation=STREAM, created_ms=0, config=config)}
     reports = {broker: report(stage, broker, *logs) for broker, logs in told.items()}
+    for broker, (epoch, copies) in noted.items():
+        reports[broker] = msgspec.structs.replace(
+            reports[broker], audit_copies=dict(copies), audit_epoch=epoch
+        )
     if marks:
         reports["a"] = msgspec.structs.replace(reports["a"], retired=dict(marks))
     return reconciliation.reconcile(
@@ -297,6 +303,84 @@ def test_an_audit_log_that_lost_folders_is_led_by_nobody_however_often_it_is_rec
         assert stage.do(reconciliation.thaw(stage.view()))
         record = stage.record()
         assert not record.members() and not record.leader
+
+
+def test_who_got_a_copy_of_the_audit_log_after_the_backup_and_lost_its_folder_may_have_had_leaves() -> None:
+    """At the backup c had a copy; d has had it since. What a and d alone had in sync last, no folder has any more."""
+    stage, stream = Stage("abcd"), str(AUDIT_STREAM)
+    stage.place("abc", stream=stream)
+    before = {name: file.folder for name, file in stage.files.items()}
+    for name in "abcd":
+        stage.die(name)
+        stage.files[name] = msgspec.structs.replace(stage.files[name], registration=4, intended=5, pulse=9)
+    for name in "ad":
+        stage.files[name] = msgspec.structs.replace(stage.files[name], folder=name * 32)
+    heard: dict[str, tuple[LogTold, ...]] = {"a": (), "b": (log(9, 3),), "c": (), "d": ()}
+    # b was in the set before, and heard when it left it; c knows an older one.
+    noted = {
+        "b": (9, {each: before[each] for each in "ad"}),
+        "c": (8, {each: before[each] for each in "abcd"}),
+    }
+    for _ in range(2):
+        made = planned(stage, heard, stream=stream, noted=noted)
+        assert isinstance(made, Plan)
+        assert is_led_by_nobody(made) or not made.shards[0].changes
+        assert "the folder that a had before, the folder that d had before" in made.losses[0]
+        for step in (reconciliation.brokers, reconciliation.shards):
+            assert all(stage.do(each) for each in step(stage.view(), made))
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_broker_that_lost_its_folder_may_have_got_a_copy_after_the_backup(equal: bool) -> None:
+    """Nobody knows of which streams. Where as many copies are equal as a commit leaves no other, it may have had what it likes."""
+    stage = Stage("abcd")
+    stage.place("abc")
+    for name in "abcd":
+        stage.die(name)
+        stage.files[name] = msgspec.structs.replace(stage.files[name], registration=4, intended=5, pulse=9)
+    for name in "ad":
+        stage.files[name] = msgspec.structs.replace(stage.files[name], folder=name * 32)
+    heard: dict[str, tuple[LogTold, ...]] = {"a": (), "b": (log(9, 3),), "c": (), "d": ()}
+    if equal:
+        heard["c"] = (log(9, 3),)
+    made = planned(stage, heard)
+    assert isinstance(made, Plan)
+    (shard,) = made.shards
+    if equal:
+        assert not made.losses and set(shard.copies) == {"b", "c"} and not shard.after.unclean
+    else:
+        assert (
+            "the folder that a had before, one that d got since, in a folder that it lost" in made.losses[0]
+        )
+        assert shard.after.unclean == shard.after.epoch
+
+
+def test_copies_of_the_audit_log_that_are_not_needed_any_more_count_for_nothing() -> None:
+    """They were in sync once, in an epoch that is not the last one."""
+    stage = Stage("abcd")
+    stage.place("abc", stream=str(AUDIT_STREAM))
+    before = {name: file.folder for name, file in stage.files.items()}
+    for name in "abcd":
+        stage.die(name)
+        stage.files[name] = msgspec.structs.replace(stage.files[name], registration=4, intended=5, pulse=9)
+    for name in "ad":
+        stage.files[name] = msgspec.structs.replace(stage.files[name], folder=name * 32)
+    heard: dict[str, tuple[LogTold, ...]] = {"a": (), "b": (log(9, 3),), "c": (log(9, 3),), "d": ()}
+    noted = {
+        "b": (9, {each: before[each] for each in "bc"}),
+        "c": (8, {each: before[each] for each in "abcd"}),
+    }
+    made = planned(stage, heard, stream=str(AUDIT_STREAM), noted=noted)
+    assert isinstance(made, Plan) and not made.losses and made.shards[0].copies == ("b", "c")
+    away = planned(
+        stage,
+        {name: heard[name] for name in "abc"},
+        stream=str(AUDIT_STREAM),
+        noted=noted | {"b": (9, {"e": "e" * 32})},
+        expected="d",
+        without="d",
+    )
+    assert refused(away, Reason.NO_REPORT) and "Of e no folder was heard" in away.sentence  # type: ignore[union-attr]
 
 
 def begun(*epochs: tuple[int, int], end: int, kept: int = 0) -> LogTold:

@@ -9,15 +9,18 @@ import asyncio
 
 import pytest
 from cluster.simulated_brokers import FOLDER, KEYS, LEASE_MS, Region, Store, play
+from msgspec.structs import replace
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.runtime.simulated import simulated
 from region.cluster import registration
+from region.cluster.audit_home import AuditHome
 from region.cluster.node_file import NodeFile
-from region.cluster.records import FrozenRecord, Health, encode
+from region.cluster.records import FrozenRecord, Health, ShardId, ShardRecord, encode
 from region.cluster.registration import PULSE_MS
 from region.cluster.registry import EXPIRY_SLACK_MS, RETRY_MS, RETURN_MS
-from region.cluster.transactions import Refusal
+from region.cluster.transactions import Refusal, Transaction, unchanged
+from region.metadata.records import AUDIT_STREAM
 from region.metadata.transaction import Delete, Put
 
 
@@ -460,5 +463,51 @@ def test_whoever_follows_the_store_remembers_with_its_next_pulse_who_was_retired
         again = region.broker("b3", disk="new")
         await again.start()
         await region.until(lambda: not registry._file.retired)
+
+    play(scene)
+
+
+def test_whoever_follows_the_store_remembers_with_its_next_pulse_whose_copies_of_the_audit_log_are_in_sync() -> (
+    None
+):
+    async def scene(region: Region) -> None:
+        registries = {name: await region.broker(name).start() for name in ("b1", "b2", "b3")}
+        shard = ShardId("a" * 32, 0)
+        for registry in registries.values():
+            await registry.remember_audit(AuditHome("", shard.incarnation, 3).encode())
+        mirror = region.brokers[0].mirror
+        key = mirror.view.keys.shard(shard)
+
+        async def written(record: ShardRecord) -> tuple[int, dict[str, str]]:
+            """What stands in the store then: an election may follow."""
+            made = Transaction((unchanged(mirror.view, key),), (Put(key, encode(record, key)),))
+            result = await mirror.commit(made)
+            assert result is not None and result.succeeded
+            await asyncio.sleep(2 * PULSE_MS / 1_000)
+            found = mirror.view.shards[shard]
+            return found.epoch, {name: mirror.view.nodes[name].folder for name in found.members()}
+
+        def known() -> list[tuple[int, dict[str, str]]]:
+            files = [registry._file for registry in registries.values()]
+            return [(file.audit_epoch, file.audit_copies) for file in files]
+
+        all_ = {name: mirror.view.nodes[name].registration for name in registries}
+        made = ShardRecord(
+            stream=str(AUDIT_STREAM), epoch=7, election="1" * 16, replicas=tuple(all_), min=2, isr=all_
+        )
+        whole = await written(made)
+        assert known() == [whole] * 3 and whole[1].keys() == all_.keys()
+        record = mirror.view.shards[shard]
+        gone = next(name for name in all_ if name != record.leader)
+        two = await written(
+            replace(record, isr={name: number for name, number in all_.items() if name != gone})
+        )
+        assert known() == [two] * 3 and two[1].keys() == all_.keys() - {gone}
+        # Of a store that went back.
+        older = await written(replace(record, epoch=record.epoch - 1))
+        assert older != two and known() == [two] * 3
+        for name in registries:
+            file = NodeFile(region.disks[name].mount(), FOLDER, simulated(region.loop, 1).random).load()
+            assert (file.audit_epoch, file.audit_copies) == two
 
     play(scene)

@@ -668,6 +668,20 @@ async def test_a_broker_that_has_copies_still_is_not_stopped_by_a_scale_that_doe
 
 
 @pytest.mark.etcd
+async def test_a_scale_that_is_repeated_waits_for_the_brokers_that_the_first_one_wrote_down(
+    tmp_path: Path,
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    folder = several(tmp_path, 2)
+    async with running(folder), client(folder) as operator:
+        # As one that was killed once it had written region.yaml.
+        scaled(folder, load_config(folder.config), 3, free_address)
+        await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
+        assert [bool(each.address) for each in (await operator.describe()).brokers] == [True] * 3
+
+
+@pytest.mark.etcd
 @pytest.mark.fault
 async def test_the_regions_own_etcd_that_is_killed_is_started_again_and_status_says_so_until_it_answers(
     tmp_path: Path,

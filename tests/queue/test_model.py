@@ -41,6 +41,7 @@ ROUNDS_MOST = 20
 """Of each operation; a purge is drawn seldom."""
 ATTEMPTS = 3
 RETRY_MS = 20_000
+HOUR_MS = 3_600_000
 KEYS = [None, b"a", b"b"]
 
 
@@ -57,6 +58,10 @@ class Known:
     given_back: bool = False
     reserved: bool = False
     """for a transaction that is being committed"""
+    is_own: bool = False
+    """whether its time counts from a moment since the last restart: it moves with the clock"""
+    is_free: bool = False
+    """whether its time has come, wherever the clock is set afterwards"""
     done_by: int | None = None
     """the token that finished it; 0: none did"""
 
@@ -72,6 +77,8 @@ class Place:
     loop: asyncio.AbstractEventLoop
     node: Node
     now_ms: int
+    ahead_ms: int = 0
+    """by how much the wall clock is more than the one that cannot be set"""
     queues: int = 0
     steps: int = 0
     counted: dict[str, int] = field(default_factory=dict)
@@ -89,7 +96,7 @@ class Model(RuleBasedStateMachine):
 
     @property
     def now_ms(self) -> int:
-        return self.place.now_ms
+        return self.place.now_ms + self.place.ahead_ms
 
     @initialize(ordered=st.booleans())
     def begin(self, ordered: bool) -> None:
@@ -143,7 +150,7 @@ class Model(RuleBasedStateMachine):
             if known.done_by is None
             and not known.leased
             and not known.reserved
-            and known.due_ms <= self.now_ms
+            and (known.is_free or known.due_ms <= self.now_ms)
             and self.first_of_key(offset)
         }
 
@@ -154,6 +161,16 @@ class Model(RuleBasedStateMachine):
                 known.leased = False
                 if known.attempts >= ATTEMPTS:
                     self.dead_letter(offset)
+
+    def begins(self, known: Known, lasts_ms: int) -> None:
+        known.due_ms, known.is_own, known.is_free = self.now_ms + lasts_ms, True, False
+
+    def read_again(self) -> None:
+        """What the journal says goes by the clock as it is now."""
+        for known in self.records.values():
+            known.is_own = known.is_free = False
+            if known.token and not known.given_back and known.done_by is None and known.due_ms > self.now_ms:
+                known.leased = True
 
     def dead_letter(self, offset: int) -> None:
         self.records[offset].leased = False
@@ -256,7 +273,8 @@ class Model(RuleBasedStateMachine):
         for job in jobs:
             known = self.records[job.offset]
             known.token += 1
-            known.leased, known.given_back, known.due_ms = True, False, self.now_ms + visibility_ms
+            known.leased, known.given_back = True, False
+            self.begins(known, visibility_ms)
             assert (job.token, job.attempts) == (known.token, known.attempts)
             assert (job.payload, job.key) == (b"%d" % job.offset, known.key)
 
@@ -290,7 +308,7 @@ class Model(RuleBasedStateMachine):
                 self.dead_letter(offset)
             else:
                 known.leased, known.given_back = False, True
-                known.due_ms = self.now_ms + (RETRY_MS if delay_ms is None else delay_ms)
+                self.begins(known, RETRY_MS if delay_ms is None else delay_ms)
         assert (
             self.durably(lambda done: self.shard.nack(self.runs(picked), delay_ms, "why", done)) == expected
         )
@@ -307,7 +325,8 @@ class Model(RuleBasedStateMachine):
                 expected.append(offset)
             elif not known.given_back:
                 known.refunds += 1
-                known.leased, known.given_back, known.due_ms = False, True, self.now_ms
+                known.leased, known.given_back = False, True
+                self.begins(known, 0)
         assert self.durably(lambda done: self.shard.release(self.runs(picked), done)) == expected
 
     @precondition(lambda self: self.leases())
@@ -319,7 +338,8 @@ class Model(RuleBasedStateMachine):
         for offset, token in picked:
             known = self.records[offset]
             if self.is_newest(offset, token):
-                known.leased, known.due_ms = True, self.now_ms + 30_000
+                known.leased = True
+                self.begins(known, 30_000)
             else:
                 expected.append(offset)
         assert self.durably(lambda done: self.shard.extend(self.runs(picked), 30_000, done)) == expected
@@ -378,6 +398,18 @@ class Model(RuleBasedStateMachine):
 
         self.run(work())
 
+    @rule(by_ms=st.sampled_from([-HOUR_MS, HOUR_MS, -60_000, 60_000]))
+    def set_clock(self, by_ms: int) -> None:
+        self.wait(0)
+        self.step("clock")
+        for offset, known in self.records.items():
+            is_due = known.due_ms <= self.now_ms and self.first_of_key(offset)
+            known.is_free = known.is_free or is_due
+            if known.is_own:
+                known.due_ms += by_ms
+        self.place.ahead_ms += by_ms
+        self.wait(0)
+
     @rule()
     def restart(self) -> None:
         self.step("restart")
@@ -391,6 +423,7 @@ class Model(RuleBasedStateMachine):
 
         self.run(work())
         self.open()
+        self.read_again()
         self.check()
 
     @rule()
@@ -428,6 +461,7 @@ class Model(RuleBasedStateMachine):
                 await asyncio.sleep(POLL_S)
 
         self.run(work())
+        self.read_again()
 
     def check(self) -> None:
         state = self.shard.state
@@ -469,7 +503,8 @@ def place(tmp_path: Path) -> Iterator[Place]:
     context = running(make_region(tmp_path, "us-east"))
     node = loop.run_until_complete(context.__aenter__())
     made = Place(loop, node, 1_000_000_000_000)
-    node.broker.clock_ms = lambda: made.now_ms
+    node.broker.clock_ms = lambda: made.now_ms + made.ahead_ms
+    node.broker.boot_ms = lambda: made.now_ms
     try:
         yield made
     finally:
@@ -480,7 +515,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.timeout(600)
 def test_thousands_of_steps_end_where_the_model_ends(place: Place) -> None:
     Model.place = place
-    seldom = ("lease", "ack", "nack", "restart", "purge", "replay", "reserve", "unreserve")
+    seldom = ("lease", "ack", "nack", "restart", "purge", "replay", "reserve", "unreserve", "clock")
     for number in range(ROUNDS_MOST):
         if place.steps >= STEPS_LEAST and min(place.counted.get(name, 0) for name in seldom) >= SELDOM_LEAST:
             break

@@ -39,7 +39,7 @@ def test_a_reserved_job_outlives_its_lease_and_is_settled(state: QueueState) -> 
 
 def test_a_heartbeat_of_its_worker_does_not_let_it_run_out(state: QueueState) -> None:
     state.reserve(JOB)
-    assert state.extend(JOB, 50, 0)[1] == []
+    assert state.extend(JOB, 50)[1] == []
     state.tick(60)
     assert state.tracked[0].phase is Phase.LEASED
 

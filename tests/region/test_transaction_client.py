@@ -22,6 +22,7 @@ from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.provenance import PATH_HEADER
 from felix.quota import QuotaLimits
+from felix.transaction_messages import Stage, StageAcknowledgement
 from region.folder import RegionFolder
 from region.node import Node
 from region.transactions.coordinator import Coordinator
@@ -111,6 +112,86 @@ async def test_more_than_a_batch_of_each_shard(operator: felix.RegionClient) -> 
             for _ in range(100):
                 await transaction.publish(A, b"x" * 100_000)
     assert (await operator.describe_stream(A)).state[0].high_watermark == 40
+
+
+@pytest.mark.parametrize("is_carried_out", [False, True])
+@pytest.mark.parametrize("unanswered", range(3))
+async def test_a_commit_that_is_asked_again_has_what_was_staged_without_an_answer(
+    operator: felix.RegionClient, unanswered: int, is_carried_out: bool
+) -> None:
+    """The broker may have it, or not: it is asked again under its number, before anything else."""
+    await operator.create_stream(A)
+    await operator.create_stream(B)
+    await operator.create_queue("acme/shop/review")
+    await operator.queue("acme/shop/review").put(b"work")
+    (job,) = await operator.queue("acme/shop/review").lease(visibility=300)
+    transaction = operator.transaction()
+    call, staged = transaction._transactions.call, 0
+
+    async def called(message: Any, timeout_s: float | None = None) -> Any:
+        nonlocal staged
+        is_staged = isinstance(message, Stage | StageAcknowledgement)
+        staged += is_staged
+        if is_staged and staged == unanswered + 1:
+            if is_carried_out:
+                await call(message, timeout_s)
+            raise UnavailableError("It was not answered.", code=Code.TIMEOUT)
+        return await call(message, timeout_s)
+
+    transaction._transactions = SimpleNamespace(call=called, new_id=None)  # type: ignore[assignment]
+    await transaction.begin()
+    first = await transaction.publish(A, b"order")
+    second = await transaction.publish(B, b"payment")
+    await transaction.acknowledge(job)
+    with pytest.raises(UnavailableError):
+        await transaction.commit()
+    assert await transaction.commit() == [0, 0] == [first.offset, second.offset]
+    assert (await payloads(operator, A), await payloads(operator, B)) == ([b"order"], [b"payment"])
+    assert (await operator.queue("acme/shop/review").describe()).leased == 0
+
+
+@pytest.mark.parametrize("is_carried_out", [False, True])
+async def test_a_publish_that_was_not_answered_takes_no_earlier_record_along(
+    operator: felix.RegionClient, is_carried_out: bool
+) -> None:
+    await operator.create_stream(A)
+    transaction = operator.transaction()
+    call, fails = transaction._transactions.call, True
+
+    async def called(message: Any, timeout_s: float | None = None) -> Any:
+        if isinstance(message, Stage) and fails:
+            if is_carried_out:
+                await call(message, timeout_s)
+            raise UnavailableError("It was not answered.", code=Code.TIMEOUT)
+        return await call(message, timeout_s)
+
+    transaction._transactions = SimpleNamespace(call=called, new_id=None)  # type: ignore[assignment]
+    await transaction.begin()
+    await transaction.publish(A, b"0" + b"x" * 400_000)
+    for _ in range(3):
+        with pytest.raises(UnavailableError):
+            await transaction.publish(A, b"1" + b"x" * 400_000)
+    fails = False
+    for number in (1, 2):
+        await transaction.publish(A, b"%d" % number + b"x" * 400_000)
+    assert await transaction.commit() == [0, 1, 2]
+    assert [payload[:1] for payload in await payloads(operator, A)] == [b"0", b"1", b"2"]
+
+
+async def test_a_transaction_of_which_a_part_was_refused_is_not_committed_without_it(
+    operator: felix.RegionClient,
+) -> None:
+    await operator.create_stream(A)
+    await operator.create_stream(B)
+    async with operator.transaction() as transaction:
+        await transaction.publish(A, b"order")
+        await transaction.publish(B, b"payment")
+        await operator.delete_stream(A)
+        for _ in range(2):
+            with pytest.raises(RequestError):
+                await transaction.commit()
+        await transaction.abort()
+    assert await payloads(operator, B) == []
 
 
 async def test_a_lost_connection_changes_nothing(node: Node, operator: felix.RegionClient) -> None:

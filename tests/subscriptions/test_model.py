@@ -203,6 +203,8 @@ class World:
         self.folder = folder
         self.store = MemoryStore()
         self.now_ms = 1_000_000_000
+        self.ahead_ms = 0
+        """by how much the wall clock is more than the one that cannot be set"""
         self.ends = [0] * SHARDS
         self.settled: list[set[int]] = [set() for _ in range(SHARDS)]
         self.failures: list[dict[int, int]] = [{} for _ in range(SHARDS)]
@@ -225,8 +227,9 @@ class World:
             catalog=catalog,
             budgets=budgets,
             transport_limits=TransportLimits(),
-            runtime=with_wall(lambda: self.now_ms),
+            runtime=with_wall(lambda: self.now_ms + self.ahead_ms),
         )
+        self.broker.boot_ms = lambda: self.now_ms
         self.meter = self.broker.quotas.enter(str(OPERATOR))
         self.service = SubscriptionService(self.broker, catalog, self.mirror)
         config = StreamConfig(shards=SHARDS, durability=Durability())
@@ -512,6 +515,16 @@ class DurableAgainstModel(RuleBasedStateMachine):
 
         self.step(work())
 
+    @rule(by_ms=st.sampled_from([-2 * ACK_TIMEOUT_MS, 2 * ACK_TIMEOUT_MS, -20_000, 20_000]))
+    def set_clock(self, by_ms: int) -> None:
+        """Nobody has less time, or more, for that."""
+
+        async def work() -> None:
+            self.world.ahead_ms += by_ms
+            self.world.subscription._tick()
+
+        self.step(work())
+
     @rule()
     def stall(self) -> None:
         """Nobody acknowledges anything for longer than the ack timeout."""
@@ -605,6 +618,8 @@ class DurableAgainstModel(RuleBasedStateMachine):
                 world.subscription.leave(player.number, died=False)
                 player.delivery.close()
             world.players.clear()
+            # What waited before a restart goes by the clock, wherever it was set since.
+            world.ahead_ms += 100 * ACK_TIMEOUT_MS
             await self.join_one()
             async with asyncio.timeout(120):
                 while any(len(world.settled[n]) < world.ends[n] for n in range(SHARDS)):

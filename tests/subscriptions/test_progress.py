@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from long_runs import count
 
 from felix.settings import Retries, SubscriptionSettings
@@ -98,3 +99,78 @@ def test_a_redelivery_that_compaction_took_needs_no_acknowledgement() -> None:
     assert progress.committed == 4 and progress.out_count == 1
     progress.ack([(4, 5)])
     assert progress.committed == 10
+
+
+HOUR_MS = 3_600_000
+
+
+@pytest.mark.parametrize("by_ms", [-HOUR_MS, HOUR_MS])
+def test_what_is_out_has_its_ack_timeout_wherever_the_clock_is_set(by_ms: int) -> None:
+    progress = Progress(bytes(8), SubscriptionSettings(ack_timeout_ms=ACK_TIMEOUT_MS))
+    progress.move(0)
+    progress.assign(1)
+    progress.delivered(0, 10, NOW)
+    due_ms = progress.next_ms()
+    assert due_ms is not None
+    assert not progress.clock_set(by_ms), "the journal knows nothing of it"
+    assert progress.next_ms() == due_ms + by_ms
+    assert not progress.expire(due_ms + by_ms - 1)
+    assert progress.expire(due_ms + by_ms) and progress.waiting_count == 10
+
+
+@pytest.mark.parametrize("by_ms", [-HOUR_MS, HOUR_MS])
+def test_a_redelivery_that_waits_to_be_sent_is_found_late_in_time_wherever_the_clock_is_set(
+    by_ms: int,
+) -> None:
+    progress = failed_once()
+    progress.clock_set(by_ms)
+    assert not progress.held_up(NOW + by_ms)
+    assert progress.held_up(NOW + by_ms + 2 * ACK_TIMEOUT_MS)
+
+
+@pytest.mark.parametrize("by_ms", [-HOUR_MS, HOUR_MS])
+def test_what_was_given_back_waits_as_long_as_it_was_to_also_for_the_next_leader(by_ms: int) -> None:
+    progress = Progress(bytes(8), SubscriptionSettings(ack_timeout_ms=ACK_TIMEOUT_MS))
+    progress.move(0)
+    progress.assign(1)
+    progress.delivered(0, 10, NOW)
+    journal = [*progress.snapshot(), *progress.nack([(2, 4)], 60_000, "no", NOW)]
+    due_ms = progress.next_ms()
+    assert due_ms is not None
+    journal += progress.clock_set(by_ms)
+    led = Progress(bytes(8), progress.settings)
+    for entry in journal:
+        led.replay(entry)
+    led.assign(2)
+    led.cursor = 10
+    for each in (progress, led):
+        assert not each.again(NOW + by_ms + 59_999)
+        (again,) = each.again(NOW + by_ms + 70_000)
+        assert again == (2, [(2, 4)])
+
+
+def test_what_waited_before_a_start_goes_by_the_clock_as_it_is() -> None:
+    """It may have been wrong when the broker started, and is right now."""
+    progress = Progress(bytes(8), SubscriptionSettings(ack_timeout_ms=ACK_TIMEOUT_MS))
+    progress.move(0)
+    progress.assign(1)
+    progress.delivered(0, 1, NOW)
+    journal = [*progress.snapshot(), *progress.nack([(0, 1)], 60_000, "no", NOW)]
+    led = Progress(bytes(8), progress.settings)
+    for entry in journal:
+        led.replay(entry)
+    led.assign(2)
+    led.cursor = 1
+    assert not led.clock_set(HOUR_MS)
+    assert not led.again(NOW)
+    assert led.again(NOW + 70_000)
+
+
+def test_a_shard_that_was_let_go_while_the_clock_was_ahead_is_delivered_at_once_when_it_is_right() -> None:
+    progress = failed_once()
+    progress.redelivered(3, 5, NOW)
+    progress.release(NOW, died=False)
+    progress.clock_set(-HOUR_MS)
+    progress.assign(2)
+    progress.cursor = 10
+    assert [each.attempt for each in progress.again(NOW - HOUR_MS)] == [2]

@@ -1,0 +1,112 @@
+"""The publisher of the synchronous client keeps the order of its records, whoever hands them over: the linger, or the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from felix.batch import NewRecord
+from felix.blocking import Background, GatheringPublisher
+from felix.errors import UnavailableError
+
+
+class Full:
+    """What stands in the place of a publisher: `room` says when it takes the next record."""
+
+    is_over = False
+
+    def __init__(self) -> None:
+        self.room = asyncio.Event()
+        self.waits = threading.Event()
+        self.given: list[bytes] = []
+
+    async def _check(self) -> None:
+        pass
+
+    async def _give(self, payload: bytes, key: Any, headers: Any) -> None:
+        self.waits.set()
+        await self.room.wait()
+        self.given.append(payload)
+        await asyncio.sleep(0)
+
+    async def publish(self, payload: bytes, *more: Any, **options: Any) -> int:
+        await self._give(payload, None, None)
+        return len(self.given)
+
+    async def publish_many(self, payloads: list[bytes], keys: Any) -> list[int]:
+        return [await self.publish(payload) for payload in payloads]
+
+    async def publish_batch(self, records: list[NewRecord], shard: Any, *, expected_offset: Any) -> None:
+        for record in records:
+            await self._give(record.payload, None, None)
+
+    async def flush(self) -> None:
+        pass
+
+    close = flush
+
+
+@pytest.mark.parametrize("end", ["flush", "close", "full"])
+def test_records_that_the_linger_hands_over_stay_before_those_of_the_next_batch(end: str) -> None:
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=1, batch_bytes=1 << 20, batch_records=100)  # type: ignore[arg-type]
+    try:
+        for number in range(50):
+            made.send(b"%d" % number)
+        assert inner.waits.wait(60), "the linger has ended, and there is no room"
+        last = threading.Thread(target=lambda: made.send(b"last") if end == "full" else getattr(made, end)())
+        for number in range(50, 149):
+            made.send(b"%d" % number)
+        last.start()
+        background.loop.call_soon_threadsafe(inner.room.set)
+        last.join(60)
+        assert inner.given[:149] == [b"%d" % number for number in range(149)], (
+            "and all of it is given by then"
+        )
+    finally:
+        background.stop()
+
+
+@pytest.mark.parametrize("how", ["publish", "publish_many", "publish_batch"])
+def test_what_is_published_behind_what_is_collected_stands_behind_it(how: str) -> None:
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=0, batch_bytes=1 << 20, batch_records=100)  # type: ignore[arg-type]
+    background.loop.call_soon_threadsafe(inner.room.set)
+    last: dict[str, Any] = {
+        "publish": b"last", "publish_many": [b"last"], "publish_batch": [NewRecord(b"last")]
+    }  # fmt: skip
+    try:
+        made.send(b"0")
+        made.send(b"1")
+        getattr(made, how)(last[how])
+        assert inner.given == [b"0", b"1", b"last"]
+    finally:
+        background.stop()
+
+
+def test_a_record_that_made_a_batch_full_is_not_given_where_an_earlier_error_is_raised_although_the_linger_ends() -> (
+    None
+):
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=1, batch_bytes=1 << 20, batch_records=3)  # type: ignore[arg-type]
+    background.loop.call_soon_threadsafe(inner.room.set)
+    error = UnavailableError("It was given up.")
+
+    async def check() -> None:
+        # Long enough for the linger to end, and to hand over what it finds.
+        await asyncio.sleep(0.05)
+        raise error
+
+    inner._check = check  # type: ignore[method-assign]
+    try:
+        made.send(b"0")
+        made.send(b"1")
+        with pytest.raises(UnavailableError, match="given up"):
+            made.send(b"2")
+        made.flush()
+        assert inner.given == [b"0", b"1"]
+    finally:
+        background.stop()
