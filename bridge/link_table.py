@@ -188,7 +188,7 @@ class LinkTable:
     def _at_rest(self, row: PlannedLink, notice: str) -> LinkState:
         stream = self._streams.get(row.stream)
         known = stream is not None and 0 <= row.shard < len(stream.state)
-        high = stream.state[row.shard].high_watermark if stream is not None and known else 0
+        high = stream.state[row.shard].high_watermark if stream is not None and known else -1
         return state_at_rest(self._context, row, high, notice)
 
 
