@@ -49,7 +49,7 @@ STREAMS_MAX: Final = 1_000
 SHARDS_MAX: Final = 4_096
 """Shards of these together: each has a row, which is told, reported and shown. An agent runs 60 of them."""
 LISTED_MAX: Final = 10_000
-"""Streams that are listed for one wildcard grant, by their names, to find those that were made first."""
+"""Streams of one beginning that are listed for one plan, by their names, to find those that were made first: where there are more, plan after plan until all were."""
 NAMES_SAID: Final = 3
 """Of streams that are not looked at, in a row's reason."""
 UNFOUNDED_MAX: Final = 100
@@ -106,7 +106,7 @@ class Fitting:
         self.left_shards = 0
         self.left_names: list[tuple[int, str, int]] = []
         self.is_cut = False
-        """whether there are more streams than are listed"""
+        """whether there are more streams, and they were never listed to the end"""
 
     def take(self, state: StreamState) -> None:
         """One more, of another name than those before."""
@@ -145,7 +145,7 @@ class Fitting:
             )
         if self.is_cut:
             parts.append(
-                f"More than {LISTED_MAX} streams have names that begin as {pattern} does; those that come later by their names are not looked at."
+                f"More than {LISTED_MAX} streams have names that begin as {pattern} does, and not all of them were listed yet; those that come later by their names are looked at then."
             )
         return f"{' '.join(parts)} Delete streams that nobody needs, have fewer made (felix quota set), narrow the pattern, or grant those that are to cross by their names."
 

@@ -27,7 +27,7 @@ from bridge.plan import (
     Verdict,
     plan_links,
 )
-from bridge.source_streams import list_known
+from bridge.source_streams import SourceStreams
 from felix.connection import RegionConnection
 from felix.errors import Code
 from felix.messages import ListStreams, ShardState, StreamPage, StreamState
@@ -408,13 +408,13 @@ async def test_streams_are_listed_once_for_all_patterns_of_a_beginning_and_witho
     monkeypatch.setattr("bridge.source_streams.LISTED_MAX", limit)
     exports = [wildcard(first)[0] for first in "ab"] + [wildcard("a", purpose="planning")[0]]
     book, connection = GrantBook(exports, TRUSTED), cast(RegionConnection, None)
-    known = await list_known(connection, book, BRIDGE, {})
+    known = await SourceStreams().list_known(connection, book, BRIDGE, {})
     assert sorted(known.streams) == [*made[: min(limit, 5)], *made[5 : 5 + limit]]
     assert not any(state.state for state in known.streams.values()), "its leader alone knows of a shard"
     assert sorted(each.prefix for each in asked) == ["acme/ops/a", "acme/ops/b"]
     assert all(each.brief for each in asked)
     said = [kept.said("acme/ops/a*") for kept in known.fitting.values()]
-    assert all("are not looked at" in each for each in said) if limit < 5 else not any(said)
+    assert all("are looked at then" in each for each in said) if limit < 5 else not any(said)
 
 
 async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,5 +428,49 @@ async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: 
     monkeypatch.setattr("bridge.source_streams.pages", pages)
     monkeypatch.setattr("bridge.plan.STREAMS_MAX", 3)
     book = GrantBook([wildcard(first)[0] for first in "ab"], TRUSTED)
-    known = await list_known(cast(RegionConnection, None), book, BRIDGE, {})
+    known = await SourceStreams().list_known(cast(RegionConnection, None), book, BRIDGE, {})
     assert sorted(known.streams) == [each.stream for each in (*made[:3], *made[5:8])]
+
+
+async def test_who_makes_streams_hides_none_that_comes_later_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that runs would end, for as long as they are there."""
+    made = {each.stream: each for each in (made_at(1, "acme/ops/zz"), made_at(2, "acme/ops/b1"))}
+    asked = list[str]()
+
+    async def pages(_: Any, listed: ListStreams, *__: Any) -> AsyncIterator[StreamPage]:
+        for name in sorted(made):
+            if name.startswith(listed.prefix) and name > listed.after:
+                asked.append(name)
+                yield StreamPage([made[name]])
+
+    monkeypatch.setattr("bridge.source_streams.pages", pages)
+    monkeypatch.setattr("bridge.source_streams.LISTED_MAX", 3)
+    monkeypatch.setattr("bridge.plan.STREAMS_MAX", 2)
+    source, grant = SourceStreams(), wildcard("")
+    books = [GrantBook([grant[0]], TRUSTED), GrantBook([grant[0], wildcard("a")[0]], TRUSTED)]
+
+    async def seen(book: GrantBook = books[0]) -> list[str]:
+        asked.clear()
+        known = await source.list_known(cast(RegionConnection, None), book, BRIDGE, {})
+        assert len(asked) <= 3 * len(known.fitting)
+        assert set(known.streams) == {name for each in known.fitting.values() for name in each.names()}
+        return sorted(known.fitting[grant[2]].names())
+
+    assert await seen() == ["acme/ops/b1", "acme/ops/zz"]
+    for number in range(20):
+        made[f"acme/ops/a{number:02}"] = made_at(10 + number, f"acme/ops/a{number:02}")
+    for _ in range(20):
+        assert await seen() == ["acme/ops/b1", "acme/ops/zz"]
+    # Another grant of such names begins a round anew, and what is known of this one goes on.
+    for _ in range(3):
+        assert await seen(books[1]) == ["acme/ops/b1", "acme/ops/zz"]
+    del made["acme/ops/b1"]
+    for _ in range(20):
+        await seen()
+    assert await seen() == ["acme/ops/a00", "acme/ops/zz"]
+    # An agent that has just begun knows of those that it has listed, until it has listed all.
+    source = SourceStreams()
+    assert await seen() == ["acme/ops/a00", "acme/ops/a01"]
+    for _ in range(8):
+        await seen()
+    assert await seen() == ["acme/ops/a00", "acme/ops/zz"]
