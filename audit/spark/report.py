@@ -34,6 +34,7 @@ from audit.spark.agreements import Granted, Signed, read_signed
 from audit.spark.arrived_before import unfounded
 from audit.spark.comparison import compare_records
 from audit.spark.document import TABLES, Cosigner, Missing, Report, Totals, VerifiedLog, as_json
+from audit.spark.failure import in_words
 from audit.spark.java import Java
 from audit.spark.session import default_master, open_session
 from audit.spark.table import COUNT_MAX, Table, encode_csv, from_rows, iso, total, write_parquet
@@ -178,7 +179,8 @@ def run_report(
     `tell` is given a sentence per step, for progress. An earlier report in `out` is replaced; other files stay.
 
     Raises ReportRefusedError where a log does not verify; RequestError for a path without a log, the same log twice,
-    an empty window, or an output folder that cannot be written; JavaError, SparkMissingError, SparkStartError;
+    an empty window, or an output folder that cannot be written; JavaError, SparkMissingError, SparkStartError; ReportFailedError for
+    what else Spark ended it with;
     UnavailableError where the report was written and `openlineage_url` did not take the events.
     """
     paths = [str(path) for path in logs]
@@ -199,7 +201,18 @@ def run_report(
     def work(spark: SparkSession) -> ReportResult:
         # Everything that verification can find belongs into one refusal, so the scan runs even if step 1 failed.
         wanted = _Wanted(target, trust, cosignatures_min, remembered, accept_version_1, since, until, master)
-        return _make(spark, opened, problems, wanted, tell, began, clock)
+        try:
+            return _make(spark, opened, problems, wanted, tell, began, clock)
+        except ReportRefusedError:
+            raise
+        except Exception as error:
+            told = error if isinstance(error, CorruptionError) else in_words(error)
+            if told is None:
+                raise
+            if isinstance(told, CorruptionError):
+                # A log that was verified, and is read otherwise now.
+                raise _refuse([*problems, Problem("", None, told.sentence)], target) from error
+            raise told from error
 
     if session is not None:
         result = work(session)
