@@ -709,7 +709,9 @@ class Agent:
     async def _plan(self) -> None:
         """Tell the workers what the book says."""
         connection = self.context.source.connection()
-        known = await self._streams.list_known(connection, self._book, self.context.bridge, self._known.streams)
+        known = await self._streams.list_known(
+            connection, self._book, self.context.bridge, self._known.streams
+        )
         self._known = known
         steps = self._planner.plan(self._book, known, self._clock_ms())
         await self._links.tell(await self._stepped(steps), known.streams)

@@ -37,7 +37,11 @@ class SourceStreams:
         self._rounds: dict[str, _Round] = {}
 
     async def list_known(
-        self, connection: RegionConnection, book: GrantBook, bridge: SpiffeId, before: Mapping[str, StreamState]
+        self,
+        connection: RegionConnection,
+        book: GrantBook,
+        bridge: SpiffeId,
+        before: Mapping[str, StreamState],
     ) -> Known:
         """The streams that grants of this bridge name. `before`: those of the last time, which count for a stream that nobody leads, so that it keeps no other link waiting. Raises what asking raises."""
         described: dict[str, StreamState] = {}

@@ -320,7 +320,8 @@ def _awaits_cosignatures(path: Path, report: Report, trust: Trust, cosignatures_
         return False
     folders = [folder_of(region)[0] for region in known_regions()]
     return any(
-        Path(os.path.realpath(path)).is_relative_to(folder.root.resolve()) and read_state(folder.broker_pid) is not None
+        Path(os.path.realpath(path)).is_relative_to(folder.root.resolve())
+        and read_state(folder.broker_pid) is not None
         for folder in folders
     )
 

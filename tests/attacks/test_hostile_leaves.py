@@ -25,7 +25,27 @@ from audit.trust import Trust
 
 THIRD = "ap-south.acme/audit"
 OTHER_STREAM = "acme/ops/salaries"
-HOSTILE = ("(", "[", "a{2", "\\", "\\E(", "\\\\EE(", "*(", "*a" * 200 + "b", "**", "a*/b*/*", "*\n", "a/a/a", "*/*/*", "(?=", "\\Q", "$", "'", '"', "")
+HOSTILE = (
+    "(",
+    "[",
+    "a{2",
+    "\\",
+    "\\E(",
+    "\\\\EE(",
+    "*(",
+    "*a" * 200 + "b",
+    "**",
+    "a*/b*/*",
+    "*\n",
+    "a/a/a",
+    "*/*/*",
+    "(?=",
+    "\\Q",
+    "$",
+    "'",
+    '"',
+    "",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +133,8 @@ def test_a_pattern_is_no_expression_and_a_sum_no_overflow(spark: Any, tally: Tal
     assert (row["most"], row["few"], row["none"]) == (COUNT_MAX, 3, 0)
     # With a choice at each star, this would end with nobody who waits for it.
     endless = spark.createDataFrame([("*a" * 200 + "b", "a" * 512)], "pattern string, name string")
-    (row,) = spark.sql(f"SELECT name RLIKE {pattern_to_regex('pattern')} AS fits FROM {{p}}", p=endless).collect()
+    (row,) = spark.sql(
+        f"SELECT name RLIKE {pattern_to_regex('pattern')} AS fits FROM {{p}}", p=endless
+    ).collect()
     assert not row["fits"]
     tally("patterns that are none", len(HOSTILE) + 1)

@@ -432,7 +432,9 @@ async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: 
     assert sorted(known.streams) == [each.stream for each in (*made[:3], *made[5:8])]
 
 
-async def test_who_makes_streams_hides_none_that_comes_later_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_makes_streams_hides_none_that_comes_later_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A link that runs would end, for as long as they are there."""
     made = {each.stream: each for each in (made_at(1, "acme/ops/zz"), made_at(2, "acme/ops/b1"))}
     asked = list[str]()
