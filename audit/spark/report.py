@@ -502,7 +502,7 @@ def _compute(
     first = min((row["first_seen"] for row in times), default=None)
     last = max((row["last_seen"] for row in times), default=None)
     width = volumes.bucket_ms(first, last) if first is not None and last is not None else volumes.DAY_MS
-    line = volumes.time_line(window, width).collect()
+    line = volumes.time_line(window, width, volumes.pictured(moved)).collect()
 
     logs = tuple(
         sorted(
@@ -620,16 +620,19 @@ def _missing(
     regions = sorted({region for link in links for region in link} - own)
     sources = {source for source, _ in links} - own
     return Missing(
-        tuple(counterparts),
-        tuple(
-            f"{region}: its own log was not given. Grants, revocations, pauses and refusals that stand only there are "
-            "not in this report."
-            + (
-                " Whether records crossed against its word, which its bridge may keep to itself, was not looked for."
-                if region in sources
-                else ""
-            )
-            for region in regions
+        _first(counterparts, "Of {:,} further links one side's log was not given."),
+        _first(
+            [
+                f"{region}: its own log was not given. Grants, revocations, pauses and refusals that stand only there are "
+                "not in this report."
+                + (
+                    " Whether records crossed against its word, which its bridge may keep to itself, was not looked for."
+                    if region in sources
+                    else ""
+                )
+                for region in regions
+            ],
+            "Of {:,} further regions the own log was not given.",
         ),
         tuple(sorted(sources)),
         _granted_elsewhere(granted, given, own),
@@ -652,6 +655,12 @@ def _granted_elsewhere(
     ]
     more = len(unseen) - len(found)
     return (*found, *([f"Of {more:,} further links that are granted no log was given."] if more else []))
+
+
+def _first(sentences: Sequence[str], more: str) -> tuple[str, ...]:
+    """As many as a report says, and how many more there are: who writes a log may name any number of regions and bridges in it."""
+    left = len(sentences) - LINKS_MAX
+    return (*sentences[:LINKS_MAX], *([more.format(left)] if left > 0 else []))
 
 
 def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Table) -> list[dict[str, Any]]:
