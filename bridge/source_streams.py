@@ -87,20 +87,24 @@ class _Round:
             self._patterns, self._after = dict(patterns), ""
         if not self._after:
             self._now = Known({}, {grant: Fitting() for grant in patterns})
-        is_over, listed, found = True, 0, dict(self._now.streams)
-        async for streams in _listed(connection, prefix, self._after):
+        # What fails, or is cancelled, has taken some of these streams already: then the round begins anew.
+        after, self._after = self._after, ""
+        listed, found = 0, dict(self._now.streams)
+        async for streams in _listed(connection, prefix, after):
             self._take(streams, found)
             listed += len(streams)
             if listed >= LISTED_MAX:
-                self._after, is_over = streams[-1].stream, False
+                self._after = streams[-1].stream
                 break
         self._now = self._now._replace(
             streams={name: found[name] for each in self._now.fitting.values() for name in each.names()}
         )
-        if is_over:
-            self._after, self._last = "", self._now
-            return self._now
-        return self._seen()
+        if self._after:
+            return self._seen()
+        self._last = self._now
+        for each in self._now.fitting.values():
+            each.is_cut = False
+        return self._now
 
     def _take(self, streams: Iterable[StreamState], found: dict[str, StreamState]) -> None:
         for state in streams:

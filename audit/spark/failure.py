@@ -9,9 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from py4j.protocol import Py4JError
-from pyspark.errors import PySparkException
-
 import audit.errors
 from felix import errors
 from felix.errors import Code, CorruptionError, FelixError, TamperError
@@ -30,6 +27,9 @@ class ReportFailedError(FelixError):
 
 def in_words(error: Exception) -> FelixError | None:
     """TamperError where a task found that a log does not hold; ReportFailedError for whatever else Spark ended with; None of what is not from Spark."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
     if not isinstance(error, (PySparkException, Py4JError)):
         return None
     kind, said = _raised(str(error))
