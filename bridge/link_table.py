@@ -149,10 +149,10 @@ class LinkTable:
         for worker in self.workers:
             if worker.phase in (LinkPhase.DENIED, LinkPhase.GAP, LinkPhase.TRUNCATED):
                 return f"{worker.row.grant}: {worker.reason}"
-        for row, *_ in list(self._told.values()):
+        for rows in list(self._told.values()):
             # One that was denied before it ever ran; a stream's shards all are.
-            if row.verdict is Verdict.DENY:
-                return f"{row.grant}: {row.reason}"
+            if rows and rows[0].verdict is Verdict.DENY:
+                return f"{rows[0].grant}: {rows[0].reason}"
         return ""
 
     def states(self) -> list[tuple[LinkState, LinkStats]]:
