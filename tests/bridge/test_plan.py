@@ -391,6 +391,25 @@ def test_a_plan_is_made_in_steps_of_some_hundred_rows(monkeypatch: pytest.Monkey
     assert longest <= STEP_ROWS + 256 and steps >= 2 * 16 * 256 // (STEP_ROWS + 256)
 
 
+def test_a_publisher_has_one_share_of_an_agents_work_however_many_patterns_name_its_stream() -> None:
+    """Whoever signs a pattern gives what fits it a share; and a stream that several name would have as many."""
+    wide, narrow = wildcard(""), wildcard("a")
+    exact = halves(stream="acme/ops/ab", destination_stream="acme/ops/else")
+    made = {name: made_at(NOW, name, 2) for name in ("acme/ops/ab", "acme/ops/ac", "acme/ops/b")}
+
+    def shares(*grants: tuple[SignedDocument, SignedDocument, str]) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for row in rows(*(each for grant in grants for each in grant[:2]), streams=made):
+            if row.verdict is Verdict.RUN:
+                found.setdefault(row.stream, set()).add(row.share)
+        return found
+
+    assert shares(wide) == {name: {"acme/ops/*"} for name in made}
+    two = {"acme/ops/ab": {"acme/ops/a*"}, "acme/ops/ac": {"acme/ops/a*"}, "acme/ops/b": {"acme/ops/*"}}
+    assert shares(wide, narrow) == two
+    assert shares(wide, narrow, exact) == {**two, "acme/ops/ab": {"acme/ops/ab"}}
+
+
 @pytest.mark.parametrize("limit", [3, 100])
 async def test_streams_are_listed_once_for_all_patterns_of_a_beginning_and_without_their_shards(
     monkeypatch: pytest.MonkeyPatch, limit: int
