@@ -46,7 +46,7 @@ from bridge.pins import Pins, list_pins
 from bridge.plan import Known, Plan, PlannedLink, Planner, hold_back
 from bridge.receipted import Receipted
 from bridge.region_log import Askings, check_region_log, cosign_region_log
-from bridge.source_streams import describe_each, list_known
+from bridge.source_streams import SourceStreams, describe_each
 from bridge.tracing import CrossingTracing
 from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
 from felix.expiry import Life, Stage, stage_of, until_text
@@ -272,6 +272,7 @@ class Agent:
         self._soon = asyncio.Event()
         self._egress_documents.is_newer = self._soon.is_set
         self._known = Known({})
+        self._streams = SourceStreams()
         """the source's streams, when the links were last planned"""
         self._reported_in: Link | None = None
         """the session in which links were reported last"""
@@ -708,7 +709,9 @@ class Agent:
     async def _plan(self) -> None:
         """Tell the workers what the book says."""
         connection = self.context.source.connection()
-        known = await list_known(connection, self._book, self.context.bridge, self._known.streams)
+        known = await self._streams.list_known(
+            connection, self._book, self.context.bridge, self._known.streams
+        )
         self._known = known
         steps = self._planner.plan(self._book, known, self._clock_ms())
         await self._links.tell(await self._stepped(steps), known.streams)

@@ -24,8 +24,8 @@ _COUNTERS: Final = (
     ("denials", "denied", "Refusals, as many as have a DENY leaf."),
 )
 _GAUGES: Final = (
-    ("position", "position", "The source offset that crosses next."),
-    ("high_watermark", "high_watermark", "The source's high watermark."),
+    ("position", "position", "The source offset that crosses next; -1: not known."),
+    ("high_watermark", "high_watermark", "The source's high watermark; -1: not known."),
     (
         "lag_records",
         "lag_records",

@@ -96,7 +96,7 @@ class LinkContext:
 
 @dataclass(slots=True)
 class LinkStats:
-    """What a link counts; offsets in records, times in ms."""
+    """What a link counts; offsets in records, times in ms; -1: not known yet."""
 
     crossed: int = 0
     withheld: int = 0
@@ -106,8 +106,8 @@ class LinkStats:
     resent: int = 0
     sessions: int = 0
     denied: int = 0
-    position: int = 0
-    high_watermark: int = 0
+    position: int = -1
+    high_watermark: int = -1
     lag_bytes: int = -1
     answered_append_ms: int = 0
     stands_by: bool = False

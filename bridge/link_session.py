@@ -474,8 +474,8 @@ class LinkSession:
             self._context.turns.leave(turn, self._context.runtime.clock.monotonic() - self._worked_from)
 
     def _ask(self, places: Places | Turns) -> Place:
-        assert self._route is not None
-        return places.ask(self._route.terms.stream, self._link.row.stream)
+        row = self._link.row
+        return places.ask(row.share, row.stream)
 
     def _require_going(self) -> None:
         """Raises _InterruptedError where the link is to stop, and what ends the session."""

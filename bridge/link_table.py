@@ -149,10 +149,10 @@ class LinkTable:
         for worker in self.workers:
             if worker.phase in (LinkPhase.DENIED, LinkPhase.GAP, LinkPhase.TRUNCATED):
                 return f"{worker.row.grant}: {worker.reason}"
-        for row, *_ in list(self._told.values()):
+        for rows in list(self._told.values()):
             # One that was denied before it ever ran; a stream's shards all are.
-            if row.verdict is Verdict.DENY:
-                return f"{row.grant}: {row.reason}"
+            if rows and rows[0].verdict is Verdict.DENY:
+                return f"{rows[0].grant}: {rows[0].reason}"
         return ""
 
     def states(self) -> list[tuple[LinkState, LinkStats]]:
@@ -188,7 +188,7 @@ class LinkTable:
     def _at_rest(self, row: PlannedLink, notice: str) -> LinkState:
         stream = self._streams.get(row.stream)
         known = stream is not None and 0 <= row.shard < len(stream.state)
-        high = stream.state[row.shard].high_watermark if stream is not None and known else 0
+        high = stream.state[row.shard].high_watermark if stream is not None and known else -1
         return state_at_rest(self._context, row, high, notice)
 
 

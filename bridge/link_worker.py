@@ -79,7 +79,8 @@ def link_shard_of(context: LinkContext, row: PlannedLink) -> LinkShard:
 
 
 def state_at_rest(context: LinkContext, row: PlannedLink, high_watermark: int, notice: str) -> LinkState:
-    """What is said of a link that never was to run: the plan's reason, and what crossed before this process began."""
+    """What is said of a link that never was to run: the plan's reason, and what crossed before this process began. `high_watermark`: -1 where nobody asked for it. Where the
+    destination stands it says as a link opens."""
     crossed, withheld, filtered = context.ledger.sums(link_shard_of(context, row))
     return LinkState(
         grant=row.grant,
@@ -90,6 +91,7 @@ def state_at_rest(context: LinkContext, row: PlannedLink, high_watermark: int, n
         bridge=str(context.bridge),
         state=advance(LinkPhase.WAITING, EVENT_OF.get(row.verdict, LinkEvent.HOLD)).value,
         reason=_joined(row.reason, notice)[:REASON_CHARS_MAX],
+        position=-1,
         high_watermark=high_watermark,
         crossed=crossed,
         withheld=withheld - filtered,
@@ -160,13 +162,14 @@ class LinkWorker:
         while len(high) > 4:
             del high[next(iter(high))]
         stats = self.stats
-        if state.high_watermark <= stats.position:
+        position = max(0, stats.position)
+        if state.high_watermark <= position:
             self._waiting_since_ms = 0
         elif not self._waiting_since_ms:
             self._waiting_since_ms = self._context.clock_ms()
         stats.high_watermark = state.high_watermark
         records = state.high_watermark - state.log_start
-        behind = max(0, state.high_watermark - stats.position)
+        behind = max(0, state.high_watermark - position)
         # By its share of the records: the sizes of single batches are not asked for.
         stats.lag_bytes = state.size_bytes * min(behind, records) // records if records > 0 else 0
 

@@ -1,6 +1,6 @@
 """Few places for what takes much memory and time, and many links that want one: shared out among the patterns that grants name, and among the streams of a pattern.
 
-Patterns are signed by people. Grants are, too; but one stream may be granted to many regions, and its publisher would have a share for each. A stream may have a link for each of 256 shards,
+Patterns are signed by people. Grants are, too; but one stream may be granted to many regions, and its publisher would have a share for each; so it would where several patterns name its stream, of which the narrowest counts (bridge.plan). A stream may have a link for each of 256 shards,
 and who makes streams that a pattern fits makes many. Invariants: at most so many places are given at once; of one stream they are given in the order in which they were asked for; while a pattern that has none
 waits, no other one is given two, and while a stream waits that is its pattern's next, no other one of that pattern is given any. On the event loop. Caller: bridge.link_session.
 """

@@ -49,7 +49,7 @@ STREAMS_MAX: Final = 1_000
 SHARDS_MAX: Final = 4_096
 """Shards of these together: each has a row, which is told, reported and shown. An agent runs 60 of them."""
 LISTED_MAX: Final = 10_000
-"""Streams that are listed for one wildcard grant, by their names, to find those that were made first."""
+"""Streams of one beginning that are listed for one plan, by their names, to find those that were made first: where there are more, plan after plan until all were."""
 NAMES_SAID: Final = 3
 """Of streams that are not looked at, in a row's reason."""
 UNFOUNDED_MAX: Final = 100
@@ -86,6 +86,8 @@ class PlannedLink(NamedTuple):
     export: ExportGrant | None = None
     accepted: Mapping[str, tuple[Accepted, ...]] = MappingProxyType({})
     """truncations that were accepted, and resends, by the incarnation (hex) that each ends"""
+    share: str = ""
+    """the pattern by which its stream has a share of what the agent's links share, the same for all its links"""
 
 
 class Fitting:
@@ -106,7 +108,7 @@ class Fitting:
         self.left_shards = 0
         self.left_names: list[tuple[int, str, int]] = []
         self.is_cut = False
-        """whether there are more streams than are listed"""
+        """whether there are more streams, and they were never listed to the end"""
 
     def take(self, state: StreamState) -> None:
         """One more, of another name than those before."""
@@ -145,7 +147,7 @@ class Fitting:
             )
         if self.is_cut:
             parts.append(
-                f"More than {LISTED_MAX} streams have names that begin as {pattern} does; those that come later by their names are not looked at."
+                f"More than {LISTED_MAX} streams have names that begin as {pattern} does, and not all of them were listed yet; those that come later by their names are looked at then."
             )
         return f"{' '.join(parts)} Delete streams that nobody needs, have fewer made (felix quota set), narrow the pattern, or grant those that are to cross by their names."
 
@@ -222,6 +224,7 @@ class _Block(NamedTuple):
     running: int
     beyond: str
     """why the others do not, where the stream may run"""
+    share: str
 
 
 class Planner:
@@ -302,7 +305,7 @@ class Planner:
             shards, before = known.streams[name].shards, held.streams.get(name)
             said = self._stream(book, export, held, name, shards, now_ms)
             arrives = str(terms.destination_of(StreamName.parse(name)))
-            blocks[grant, name] = _Block(export, name, arrives, *said, 0, "")
+            blocks[grant, name] = _Block(export, name, arrives, *said, 0, "", terms.stream)
             new += 0 if said is before else shards
             if at % STEP_ROWS == 0 or new >= STEP_ROWS:
                 new = 0
@@ -434,10 +437,15 @@ def _share_out(
 ) -> Steps[None]:
     """Beyond the limit nothing runs, and says so. Two grants for one shard and one destination stream: the one signed first runs."""
     first: dict[tuple[str, str, str], tuple[int, str]] = {}
+    named: dict[str, tuple[bool, int, str]] = {}
     for block in blocks.values():
         if block.judged.verdict is Verdict.RUN:
             rank, where = carrying_rank(block.export), _where(block)
             first[where] = min(first.get(where, rank), rank)
+            # Of patterns that name one stream, the narrowest: its publisher has one share, however many do.
+            pattern = block.export.terms.stream
+            narrow = (block.export.terms.wildcard, -len(pattern), pattern)
+            named[block.stream] = min(named.get(block.stream, narrow), narrow)
     yield
     wanted: dict[str, list[Place]] = {}
     for at, (place, block) in enumerate(blocks.items(), 1):
@@ -479,7 +487,9 @@ def _share_out(
     reason = f"This agent runs {links_max} links, the most that are allowed; start another bridge."
     for place, running in given.items():
         block = blocks[place]
-        blocks[place] = block._replace(running=running, beyond=reason if running < block.shards else "")
+        blocks[place] = block._replace(
+            running=running, beyond=reason if running < block.shards else "", share=named[block.stream][-1]
+        )
 
 
 def _where(block: _Block) -> tuple[str, str, str]:
@@ -500,6 +510,7 @@ def _rows_of(block: _Block) -> tuple[PlannedLink, ...]:
             *(judged if judged.verdict is not Verdict.RUN or shard < block.running else beyond),
             export,
             block.accepted[shard] if block.accepted else none,
+            block.share,
         )
         for shard in range(block.shards)
     )

@@ -1,7 +1,7 @@
 """What the source says of its streams, as far as grants of this bridge name them: listed page by page, and described one by one.
 
-Who may make streams that a pattern fits makes as many as its quota allows. They are listed without the state of their shards, each prefix once, and of each grant those are kept
-that bridge.plan looks at. Callers: bridge.agent.
+Who may make streams that a pattern fits makes as many as its quota allows. They are listed without the state of their shards, each prefix once, so many for each plan, and of each grant those are kept
+that bridge.plan looks at. On the event loop. Callers: bridge.agent.
 """
 
 from __future__ import annotations
@@ -29,50 +29,109 @@ AT_ONCE: Final = 8
 """Streams that are described at once for their links' lag: a session may have 64 requests on the way."""
 
 
-async def list_known(
-    connection: RegionConnection, book: GrantBook, bridge: SpiffeId, before: Mapping[str, StreamState]
-) -> Known:
-    """The streams that grants of this bridge name. `before`: those of the last time, which count for a stream that nobody leads, so that it keeps no other link waiting. Raises what asking raises."""
-    described: dict[str, StreamState] = {}
-    wild: dict[str, list[tuple[NamePattern, Fitting]]] = {}
-    fitting: dict[str, Fitting] = {}
-    for grant in book.grants():
-        half = book.half(grant)
-        if not isinstance(half, ExportGrant) or half.terms.bridge != str(bridge):
-            continue
-        name = half.terms.stream
-        if not NamePattern(name).is_exact:
-            fitting[grant] = Fitting()
-            wild.setdefault(name[: name.index("*")], []).append((NamePattern(name), fitting[grant]))
-        elif name not in described:
-            with suppress(RequestError):
-                described[name] = await _described(connection, name, before)
-    found: dict[str, StreamState] = {}
-    for prefix, patterns in wild.items():
-        listed = 0
-        async for streams in _listed(connection, prefix):
-            for state in streams[: LISTED_MAX - listed]:
-                stream, fits = StreamName.parse(state.stream), False
-                for pattern, kept in patterns:
-                    if pattern.matches(stream):
-                        fits = True
-                        kept.take(state)
-                if fits:
-                    # A broker of before tells of shards that it does not lead, too, and knows nothing of them.
-                    found[state.stream] = msgspec.structs.replace(state, state=[]) if state.state else state
+class SourceStreams:
+    """Made once for an agent; ask it for each plan. Of a beginning of names that LISTED_MAX streams have at most, a plan sees them as they are. Where there are more, each plan lists the
+    next so many of them, and what it looks at is what was found in the last round through all of them: so nobody hides a stream by making others before it, by name."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[str, _Round] = {}
+
+    async def list_known(
+        self,
+        connection: RegionConnection,
+        book: GrantBook,
+        bridge: SpiffeId,
+        before: Mapping[str, StreamState],
+    ) -> Known:
+        """The streams that grants of this bridge name. `before`: those of the last time, which count for a stream that nobody leads, so that it keeps no other link waiting. Raises what asking raises."""
+        described: dict[str, StreamState] = {}
+        wild: dict[str, dict[str, NamePattern]] = {}
+        for grant in book.grants():
+            half = book.half(grant)
+            if not isinstance(half, ExportGrant) or half.terms.bridge != str(bridge):
+                continue
+            name = half.terms.stream
+            if not NamePattern(name).is_exact:
+                wild.setdefault(name[: name.index("*")], {})[grant] = NamePattern(name)
+            elif name not in described:
+                with suppress(RequestError):
+                    described[name] = await _described(connection, name, before)
+        self._rounds = {prefix: self._rounds.get(prefix) or _Round() for prefix in wild}
+        looked_at: dict[str, StreamState] = {}
+        fitting: dict[str, Fitting] = {}
+        for prefix, patterns in wild.items():
+            found = await self._rounds[prefix].go_on(connection, prefix, patterns)
+            looked_at |= found.streams
+            fitting |= found.fitting
+        return Known({**looked_at, **described}, fitting)
+
+
+class _Round:
+    """Through all streams whose names begin alike."""
+
+    def __init__(self) -> None:
+        self._patterns: Mapping[str, NamePattern] = {}
+        self._after = ""
+        """where this round goes on"""
+        self._now = Known({})
+        """what this round found so far"""
+        self._last: Known | None = None
+        """what the last whole one did, for these grants"""
+
+    async def go_on(
+        self, connection: RegionConnection, prefix: str, patterns: Mapping[str, NamePattern]
+    ) -> Known:
+        """List the next LISTED_MAX, and what is to be looked at."""
+        if patterns != self._patterns:
+            # What was found for a grant that is there still counts until its next round is over.
+            self._patterns, self._after = dict(patterns), ""
+        if not self._after:
+            self._now = Known({}, {grant: Fitting() for grant in patterns})
+        # What fails, or is cancelled, has taken some of these streams already: then the round begins anew.
+        after, self._after = self._after, ""
+        listed, found = 0, dict(self._now.streams)
+        async for streams in _listed(connection, prefix, after):
+            self._take(streams, found)
             listed += len(streams)
-            if listed > LISTED_MAX:
-                for _, kept in patterns:
-                    kept.is_cut = True
+            if listed >= LISTED_MAX:
+                self._after = streams[-1].stream
                 break
-    looked_at = {name: found[name] for kept in fitting.values() for name in kept.names()}
-    return Known({**looked_at, **described}, fitting)
+        self._now = self._now._replace(
+            streams={name: found[name] for each in self._now.fitting.values() for name in each.names()}
+        )
+        if self._after:
+            return self._seen()
+        self._last = self._now
+        for each in self._now.fitting.values():
+            each.is_cut = False
+        return self._now
+
+    def _take(self, streams: Iterable[StreamState], found: dict[str, StreamState]) -> None:
+        for state in streams:
+            stream, fits = StreamName.parse(state.stream), False
+            for grant, pattern in self._patterns.items():
+                if pattern.matches(stream):
+                    fits = True
+                    self._now.fitting[grant].take(state)
+            if fits:
+                # A broker of before tells of shards that it does not lead, too, and knows nothing of them.
+                found[state.stream] = msgspec.structs.replace(state, state=[]) if state.state else state
+
+    def _seen(self) -> Known:
+        """Before a round is over: of each grant what the last one found, or, of one that had none yet, what this one did so far."""
+        last = self._last or Known({})
+        fitting = {grant: last.fitting.get(grant) or self._now.fitting[grant] for grant in self._patterns}
+        for grant, each in fitting.items():
+            each.is_cut = grant not in last.fitting
+        found = {**self._now.streams, **last.streams}
+        return Known({name: found[name] for each in fitting.values() for name in each.names()}, fitting)
 
 
-async def _listed(connection: RegionConnection, prefix: str) -> AsyncIterator[list[StreamState]]:
-    request = ListStreams(prefix, "", PAGE, brief=True)
+async def _listed(connection: RegionConnection, prefix: str, after: str) -> AsyncIterator[list[StreamState]]:
+    request = ListStreams(prefix, after, PAGE, brief=True)
     async for page in pages(connection, request, "streams", lambda page: page.streams[-1].stream):
-        yield page.streams
+        if page.streams:
+            yield page.streams
 
 
 async def _described(

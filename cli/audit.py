@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -319,7 +320,8 @@ def _awaits_cosignatures(path: Path, report: Report, trust: Trust, cosignatures_
         return False
     folders = [folder_of(region)[0] for region in known_regions()]
     return any(
-        path.resolve().is_relative_to(folder.root.resolve()) and read_state(folder.broker_pid) is not None
+        Path(os.path.realpath(path)).is_relative_to(folder.root.resolve())
+        and read_state(folder.broker_pid) is not None
         for folder in folders
     )
 
@@ -598,7 +600,7 @@ def restore_(
 
 def place_of(path: Path) -> str:
     """Which log has this folder, of a region of this machine; empty for any other folder. So no other log passes for it."""
-    wanted = path.resolve()
+    wanted = Path(os.path.realpath(path))  # which takes links in a circle as they are
     for region in known_regions():
         try:
             folder, config = folder_of(region)

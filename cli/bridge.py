@@ -820,7 +820,7 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
                 link.shard,
                 link.to_region,
                 link.state,
-                link.position,
+                None if link.position < 0 else link.position,
                 None if link.lag_records < 0 else link.lag_records,
                 None if link.lag_bytes < 0 else link.lag_bytes,
                 None if link.lag_ms < 0 else link.lag_ms / 1000,

@@ -75,13 +75,14 @@ def backlog_note(
     records = _records(waiting)
     if not before:
         return f"the grant covers the {records} that the stream holds already" if held else ""
+    goes_on = f"{before[-1]} led into the same stream there: this grant goes on where its link stopped, and covers what was published since"
     if not known:
-        return (
-            f"{before[-1]} led into the same stream there: this grant goes on where its link stopped, and covers what was "
-            "published since"
-        )
+        return goes_on
     said = []
-    if waiting:
+    # An agent that has started again knows where a link stands once that has opened.
+    if any(link.position < 0 and (link.crossed or link.withheld or link.filtered) for link in known):
+        said.append(goes_on)
+    elif waiting:
         said.append(
             f"{before[-1]} led into the same stream there, and its link stopped {records} ago: this grant covers them, too. "
             "A filter on one of their fields leaves them out, on the record (--filter)"

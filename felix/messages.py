@@ -769,7 +769,7 @@ class CutState(Message, frozen=True, tag="cut"):
 
 
 class LinkState(Message, frozen=True, tag="link"):
-    """One shard of one link, as its agent last said. Lag in records, bytes and ms; -1 where unknown."""
+    """One shard of one link, as its agent last said. Lag in records, bytes and ms; position, high watermark and lag are -1 where they are not known."""
 
     grant: Name
     stream: Name

@@ -8,7 +8,7 @@ Same report, same bytes. Who may call: `audit.spark.report`, tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
@@ -23,7 +23,7 @@ from audit.spark.exceptions import BREACH, REFUSED
 from audit.spark.figure import Flow, colour, count, flows_svg, size, time_svg
 from audit.spark.lineage import OTHER_FIELDS
 from audit.spark.table import iso
-from audit.spark.volumes import DAY_MS
+from audit.spark.volumes import DAY_MS, OTHER_STREAMS, PICTURED_MAX, pictured
 from felix.visible import visible
 from policy.lineage import EFFECTS
 from policy.quantity import AFTER_CALENDAR
@@ -31,6 +31,9 @@ from policy.transform import Action
 
 ROWS_MAX: Final = 200
 """Rows of one table on the page; a person reads no more, and the files beside it hold them all."""
+ITEMS_MAX: Final = 50
+"""Of one list in a cell, likewise."""
+OTHER_REGIONS: Final = "other regions"
 _EMPTY: Final = Markup('<span class="quiet">–</span>')
 
 _STATUS: Final = {
@@ -61,7 +64,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(str(item) for item in value)
+        more = f" and {len(value) - ITEMS_MAX:,} more" if len(value) > ITEMS_MAX else ""
+        return ", ".join(str(item) for item in value[:ITEMS_MAX]) + more
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -124,14 +128,14 @@ def _route(report: Report) -> str:
     links = {
         (row["source_region"], row["destination_region"] or "unknown") for row in report.register.records()
     }
-    return "; ".join(f"{source} to {destination}" for source, destination in sorted(links)) or "no links"
+    told = [f"{source} to {destination}" for source, destination in sorted(links)[:PICTURED_MAX]]
+    more = [f"{len(links) - PICTURED_MAX:,} more"] if len(links) > PICTURED_MAX else []
+    return "; ".join((*told, *more)) or "no links"
 
 
 def _stream_colours(report: Report) -> dict[str, int]:
-    streams = sorted(
-        {row["stream"] for row in report.register.records() if row["records"] or row["withheld"]}
-    )
-    return {stream: index for index, stream in enumerate(streams)}
+    """Of the streams that pictures tell apart."""
+    return {stream: index for index, stream in enumerate(pictured(report.register.records()))}
 
 
 def _verdict(report: Report) -> tuple[str, str]:
@@ -150,24 +154,35 @@ def _verdict(report: Report) -> tuple[str, str]:
     return ("good", "Egress and ingress reconcile") if statuses else ("info", "Nothing to reconcile")
 
 
-def _flows(report: Report) -> tuple[list[Flow], dict[str, str]]:
-    """What crossed and what stayed, and the country of each region."""
-    flows: list[Flow] = []
+def _flows(report: Report, colours: Collection[str]) -> tuple[list[Flow], dict[str, str]]:
+    """What crossed and what stayed, and the country of each region. Streams that are not among `colours` are one, and so are regions beyond as many."""
+    rows = report.register.records()
+    sources, targets = (pictured(rows, f"{side}_region") for side in ("source", "destination"))
+    sums: dict[tuple[str, str, str | None], int] = {}
     places: dict[str, str] = {}
-    for row in report.register.records():
+    for row in rows:
         for side in ("source", "destination"):
             if row[f"{side}_country"]:
                 places[row[f"{side}_region"]] = row[f"{side}_country"]
-        flows.append(Flow(row["source_region"], row["stream"], row["destination_region"], row["records"]))
+        source = row["source_region"] if row["source_region"] in sources else OTHER_REGIONS
+        stream = row["stream"] if row["stream"] in colours else OTHER_STREAMS
+        target = row["destination_region"] if row["destination_region"] in targets else OTHER_REGIONS
+        sums[source, stream, target] = sums.get((source, stream, target), 0) + row["records"]
         if row["withheld"]:
-            flows.append(Flow(row["source_region"], row["stream"], None, row["withheld"]))
-    return flows, places
+            sums[source, stream, None] = sums.get((source, stream, None), 0) + row["withheld"]
+    return [Flow(*ends, records) for ends, records in sums.items()], places
 
 
 def _label(report: Report) -> Callable[[int], str]:
     """The words for a bucket of the time line. Made one by one: two leaves may lie thousands of years apart."""
     words = "%b %d" if report.bucket_ms >= DAY_MS else "%b %d, %H:00"
     return lambda start: f"{datetime.fromtimestamp(start // 1000, UTC):{words}}"
+
+
+def _unit(bucket_ms: int) -> str:
+    """What one bar of the time line is of."""
+    days = bucket_ms // DAY_MS
+    return f"{days:,} days" if days > 1 else "day" if days else "hour"
 
 
 def _routes(report: Report) -> list[list[dict[str, Any]]]:
@@ -184,7 +199,7 @@ def _routes(report: Report) -> list[list[dict[str, Any]]]:
 def render(report: Report) -> str:
     """The whole page."""
     colours = _stream_colours(report)
-    flows, places = _flows(report)
+    flows, places = _flows(report, colours)
     register = report.register.records()
     return _template().render(
         report=report,
@@ -204,7 +219,10 @@ def render(report: Report) -> str:
         flows_picture=Markup(flows_svg(flows, colours, places)),  # noqa: S704 - audit.spark.figure escapes its text
         time_picture=Markup(time_svg(report.time_line, report.bucket_ms, colours, _label(report))),  # noqa: S704
         some_stayed=any(flow.target is None for flow in flows),
-        unit="day" if report.bucket_ms >= DAY_MS else "hour",
+        unit=_unit(report.bucket_ms),
+        other_streams=OTHER_STREAMS,
+        has_other_streams=any(flow.stream == OTHER_STREAMS and flow.records for flow in flows),
+        items_max=ITEMS_MAX,
         volumes=report.volumes.records(),
         volumes_total=report.volumes.total,
         register=register,

@@ -34,6 +34,7 @@ from audit.spark.agreements import Granted, Signed, read_signed
 from audit.spark.arrived_before import unfounded
 from audit.spark.comparison import compare_records
 from audit.spark.document import TABLES, Cosigner, Missing, Report, Totals, VerifiedLog, as_json
+from audit.spark.failure import in_words
 from audit.spark.java import Java
 from audit.spark.session import default_master, open_session
 from audit.spark.table import COUNT_MAX, Table, encode_csv, from_rows, iso, total, write_parquet
@@ -178,7 +179,8 @@ def run_report(
     `tell` is given a sentence per step, for progress. An earlier report in `out` is replaced; other files stay.
 
     Raises ReportRefusedError where a log does not verify; RequestError for a path without a log, the same log twice,
-    an empty window, or an output folder that cannot be written; JavaError, SparkMissingError, SparkStartError;
+    an empty window, or an output folder that cannot be written; JavaError, SparkMissingError, SparkStartError; ReportFailedError for
+    what else Spark ended it with;
     UnavailableError where the report was written and `openlineage_url` did not take the events.
     """
     paths = [str(path) for path in logs]
@@ -199,7 +201,18 @@ def run_report(
     def work(spark: SparkSession) -> ReportResult:
         # Everything that verification can find belongs into one refusal, so the scan runs even if step 1 failed.
         wanted = _Wanted(target, trust, cosignatures_min, remembered, accept_version_1, since, until, master)
-        return _make(spark, opened, problems, wanted, tell, began, clock)
+        try:
+            return _make(spark, opened, problems, wanted, tell, began, clock)
+        except ReportRefusedError:
+            raise
+        except Exception as error:
+            told = error if isinstance(error, CorruptionError) else in_words(error)
+            if told is None:
+                raise
+            if isinstance(told, CorruptionError):
+                # A log that was verified, and is read otherwise now.
+                raise _refuse([*problems, Problem("", None, told.sentence)], target) from error
+            raise told from error
 
     if session is not None:
         result = work(session)
@@ -489,7 +502,7 @@ def _compute(
     first = min((row["first_seen"] for row in times), default=None)
     last = max((row["last_seen"] for row in times), default=None)
     width = volumes.bucket_ms(first, last) if first is not None and last is not None else volumes.DAY_MS
-    line = volumes.time_line(window, width).collect()
+    line = volumes.time_line(window, width, volumes.pictured(moved)).collect()
 
     logs = tuple(
         sorted(
@@ -607,16 +620,19 @@ def _missing(
     regions = sorted({region for link in links for region in link} - own)
     sources = {source for source, _ in links} - own
     return Missing(
-        tuple(counterparts),
-        tuple(
-            f"{region}: its own log was not given. Grants, revocations, pauses and refusals that stand only there are "
-            "not in this report."
-            + (
-                " Whether records crossed against its word, which its bridge may keep to itself, was not looked for."
-                if region in sources
-                else ""
-            )
-            for region in regions
+        _first(counterparts, "Of {:,} further links one side's log was not given."),
+        _first(
+            [
+                f"{region}: its own log was not given. Grants, revocations, pauses and refusals that stand only there are "
+                "not in this report."
+                + (
+                    " Whether records crossed against its word, which its bridge may keep to itself, was not looked for."
+                    if region in sources
+                    else ""
+                )
+                for region in regions
+            ],
+            "Of {:,} further regions the own log was not given.",
         ),
         tuple(sorted(sources)),
         _granted_elsewhere(granted, given, own),
@@ -639,6 +655,12 @@ def _granted_elsewhere(
     ]
     more = len(unseen) - len(found)
     return (*found, *([f"Of {more:,} further links that are granted no log was given."] if more else []))
+
+
+def _first(sentences: Sequence[str], more: str) -> tuple[str, ...]:
+    """As many as a report says, and how many more there are: who writes a log may name any number of regions and bridges in it."""
+    left = len(sentences) - LINKS_MAX
+    return (*sentences[:LINKS_MAX], *([more.format(left)] if left > 0 else []))
 
 
 def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Table) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ Who may call: `audit.spark.report`, tests, notebooks.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -160,6 +161,22 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def quiet_gateway() -> Iterator[None]:
+    """Py4J writes a stack into the process's log where the JVM has gone, or somebody pressed Ctrl-C, besides raising what its caller tells."""
+
+    def is_not_its(record: logging.LogRecord) -> bool:
+        return Path(record.pathname).parts[-2:] != ("py4j", "java_gateway.py")
+
+    # It logs at the root, which asks its own filters of its own records alone.
+    root = logging.getLogger()
+    root.addFilter(is_not_its)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_not_its)
+
+
 def _launch_environment(java_home: Path, master: str) -> dict[str, str]:
     search = [str(_source_root()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     chosen = {
@@ -262,10 +279,11 @@ def open_session(
             if not is_local(master):
                 context.addPyFile(str(zip_packages(work / "felix-packages.zip")))
             session = SparkSession(context)
-            try:
-                yield session
-            finally:
-                session.stop()
+            with quiet_gateway():
+                try:
+                    yield session
+                finally:
+                    session.stop()
         finally:
             _end(gateway, SparkContext)
 

@@ -92,9 +92,9 @@ def iso(time_ms: int | None) -> str | None:
 
 def pattern_to_regex(column: str) -> str:
     """SQL: the names that a column's pattern of streams fits. A part may be or end in *; everything else stands for itself, whatever
-    somebody wrote there."""
+    somebody wrote there. So no star has another one to share characters with, and no text takes long."""
     literal = rf"replace({column}, '\\E', '\\E\\\\E\\Q')"
-    return rf"concat('^\\Q', replace({literal}, '*', '\\E[^/]*\\Q'), '\\E$')"
+    return rf"concat('^\\Q', regexp_replace({literal}, '[*](?=/|\\z)', '\\\\E[^/]*\\\\Q'), '\\E\\z')"
 
 
 def total(column: str, where: str) -> str:

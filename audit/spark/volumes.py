@@ -5,7 +5,9 @@ Days are UTC. Legal fields come from the signed terms (`audit.spark.agreements`)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
@@ -18,6 +20,11 @@ HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
 HOURLY_SPAN_MS_MAX: Final = 4 * DAY_MS
 """Up to four days the time line shows hours (96 bars fit a page's width); longer spans show days."""
+BARS_MAX: Final = 1_000
+"""Beyond so many days a bar is of several: a leaf may say any time."""
+PICTURED_MAX: Final = 24
+"""Streams, and regions, that pictures tell apart: those of the most records. Nobody tells more apart, and a log may name as many as it has leaves."""
+OTHER_STREAMS: Final = "other streams"
 
 COLUMNS: Final = (
     Column("day", Type.TEXT, "Day", "UTC"),
@@ -59,12 +66,25 @@ def by_day(leaves: DataFrame, terms: DataFrame) -> DataFrame:
 
 
 def bucket_ms(first_ms: int, last_ms: int) -> int:
-    """How wide one bar of the time line is: an hour or a day."""
-    return HOUR_MS if last_ms - first_ms <= HOURLY_SPAN_MS_MAX else DAY_MS
+    """How wide one bar of the time line is: an hour, or whole days."""
+    span_ms = last_ms - first_ms
+    return HOUR_MS if span_ms <= HOURLY_SPAN_MS_MAX else DAY_MS * -(-span_ms // (DAY_MS * BARS_MAX))
 
 
-def time_line(leaves: DataFrame, width_ms: int) -> DataFrame:
-    """Records crossed and withheld per bucket of `width_ms` and stream, from egress leaves of the window."""
+def pictured(transfers: Iterable[Mapping[str, Any] | Any], name: str = "stream") -> list[str]:
+    """Of what the register's rows name so, what pictures tell apart."""
+    sums = Counter[str]()
+    for row in transfers:
+        if row[name] and (moved := row["records"] + row["withheld"]):
+            sums[row[name]] += moved
+    return sorted(sorted(sums, key=lambda each: (-sums[each], each))[:PICTURED_MAX])
+
+
+def time_line(leaves: DataFrame, width_ms: int, streams: Sequence[str]) -> DataFrame:
+    """Records crossed and withheld per bucket of `width_ms` and stream, from egress leaves of the window; those that are not among `streams` as one."""
+    from pyspark.sql.functions import lit, when
+
+    told_apart = when(leaves["stream"].isin(list(streams)), leaves["stream"]).otherwise(lit(OTHER_STREAMS))
     return leaves.sparkSession.sql(
         f"""
         SELECT time_ms - time_ms % {int(width_ms)} AS start_ms, stream,
@@ -74,5 +94,5 @@ def time_line(leaves: DataFrame, width_ms: int) -> DataFrame:
         FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress' AND records > 0 AND NOT ({PASSED_BY}) AND NOT {BEGUN_AGAIN}
         GROUP BY ALL ORDER BY start_ms, stream
         """,  # noqa: S608  # an int
-        leaves=leaves,
+        leaves=leaves.withColumn("stream", told_apart),
     )

@@ -9,7 +9,7 @@ Per envelope, in this order (docs/bridges.md gives the same numbers):
 4. the agent signed it, and it opens under the transfer key of this link;
 5. each of its records is what the grant's terms let cross (policy.inspection: headers, path and onward transfer, key, fields,
    payload, filter), and all of them fit the grant's budget; if the grant has a rate, it waits until the rate allows it. Then the
-   grant must hold still;
+   grant must hold still, and the broker follow the region's documents;
 6. its ACK leaves, with commitments that this side computed itself, are durable as a note beside the stream's log; then it is
    appended under this region's own key, with the source position in the same write;
 7. the ACK leaves are durable in the ingress log; now the records can be read;
@@ -556,6 +556,12 @@ class IngestStream:
         )
         return terms.decided_ms
 
+    def _check_followed(self) -> None:
+        """Raises UnavailableError where this broker is cut off from the metadata store. What copies commit needs no lease; whether it may cross is known to those who
+        follow the region's documents."""
+        if cut_off := self._service.broker.fence():
+            raise cut_off
+
     def _peer(self) -> Peer:
         assert self._session.peer is not None
         return self._session.peer
@@ -599,9 +605,7 @@ class IngestStream:
         size = FRAME_HEADER_BYTES + len(frame.body)
         envelope = decode_envelope(frame.body)  # 1
         self._check_grant()  # 2
-        if (cluster := self._service.broker.clustered) is not None and (cut_off := cluster.member.refusal()):
-            # What copies commit needs no lease; whether it may cross is known to those who follow the region's documents.
-            raise cut_off
+        self._check_followed()
         header, position = envelope.header, self._position
         meter = self._session.meter_for("")
         over_quota = meter.refusal(size)
@@ -637,6 +641,7 @@ class IngestStream:
         if not await self._turn(charge if again is None else 0) or not await self._leaf_room(found):
             return
         # From here to the append nothing waits: what is asked now is true then.
+        self._check_followed()
         decided_ms = self._check_grant()
         landed = again or Landed(header.base_offset, self._shard.log_end_offset, found.records)
         if landed.records != found.records:

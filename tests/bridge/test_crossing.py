@@ -406,7 +406,12 @@ def test_every_record_is_in_one_leaf_and_the_same_batch_gives_the_same_bytes(
 
 def link_row() -> Any:
     row = SimpleNamespace(
-        grant="g", stream="acme/ops/departures", shard=0, destination_region="eu-west", verdict=Verdict.RUN
+        grant="g",
+        stream="acme/ops/departures",
+        shard=0,
+        destination_region="eu-west",
+        verdict=Verdict.RUN,
+        share="acme/ops/*",
     )
     return SimpleNamespace(row=row, link_shard=None, is_leaving=False)
 
@@ -529,10 +534,13 @@ async def test_large_batches_of_a_stream_with_many_shards_keep_no_other_grant_wa
     def session(grant: str, shard: int) -> LinkSession:
         link = link_row()
         link.row = SimpleNamespace(
-            grant=f"{grant}-{shard % 10}", stream=f"acme/ops/{grant}", shard=shard, verdict=Verdict.RUN
+            grant=f"{grant}-{shard % 10}",
+            stream=f"acme/ops/{grant}",
+            shard=shard,
+            verdict=Verdict.RUN,
+            share=f"acme/ops/{grant}",
         )
         made = LinkSession(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
-        made._route = SimpleNamespace(terms=SimpleNamespace(stream=f"acme/ops/{grant}"))  # type: ignore[assignment]
         return made
 
     async def carry(link: LinkSession, grant: str, batches: int) -> None:
@@ -619,9 +627,9 @@ async def test_costly_batches_in_many_shards_of_a_stream_take_no_more_turns_than
 
     def session(grant: str, shard: int) -> Session:
         link, other = link_row(), SimpleNamespace()
-        link.row = SimpleNamespace(grant=grant, stream=f"acme/ops/{grant}", shard=shard, verdict=Verdict.RUN)
+        stream = f"acme/ops/{grant}"
+        link.row = SimpleNamespace(grant=grant, stream=stream, shard=shard, verdict=Verdict.RUN, share=stream)
         made = Session(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
-        made._route = SimpleNamespace(terms=SimpleNamespace(stream=f"acme/ops/{grant}"))  # type: ignore[assignment]
         made._data_keys[b"k"] = data_key()
         return made
 
@@ -658,7 +666,6 @@ async def test_a_link_that_is_to_stop_while_it_waits_for_its_turn_works_no_more(
             return True
 
     session = Session(link, context, other, other, asyncio.Event())  # type: ignore[arg-type]
-    session._route = SimpleNamespace(terms=SimpleNamespace(stream="acme/ops/*"))  # type: ignore[assignment]
     session._data_keys[b"k"] = data_key()
     header: Any = SimpleNamespace(key_id=b"k", plain_length=1_000)
     works = context.turns.ask("acme/ops/other", "acme/ops/other")

@@ -246,6 +246,36 @@ async def test_leaves_that_are_on_their_way_are_bounded_also_where_a_disk_stands
     assert [ack.first_offset for ack in acks] == list(range(9)) and mesh.verify_ingress().ok
 
 
+@pytest.mark.parametrize("waits_for", ["a rate", "room for leaves"])
+async def test_who_is_cut_off_while_an_envelope_waits_takes_it_no_more(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    """What was revoked or denied meanwhile it does not know."""
+    body, export, accepted = mesh.sign_grant(
+        transform=TransformSpec(), **({"rate_bytes": 50} if waits_for == "a rate" else {})
+    )
+    await mesh.agree("eu-west", body, export, accepted)
+    async with rogue(mesh, body.grant, bytes.fromhex(body.terms_hash)) as agent:
+        stream = await agent.open()
+        agent.send(stream, 0, [b"0" * 100])
+        await agent.receipt(stream)
+        shard, broker = destination(mesh), mesh.nodes["eu-west"].broker
+        if waits_for != "a rate":
+            monkeypatch.setattr("region.crossing.ingest.LEAVES_BYTES_MAX", 0)
+        with slow_disk(shard, monkeypatch):
+            for base in (1, 2):
+                agent.send(stream, base, [b"%d" % base * 60])
+            await asyncio.sleep(0.5)
+            end = shard.log_end_offset
+            assert end < 3, "it waits"
+            cut_off = UnavailableError("Cut off.", code=Code.NOT_LEADER)
+            monkeypatch.setattr(type(broker), "fence", lambda _: cut_off)
+        with pytest.raises(UnavailableError, match="Cut off"):
+            await agent.receipt(stream, 3)
+        assert shard.log_end_offset == end
+        monkeypatch.undo()
+
+
 def test_what_crossed_before_a_resend_is_looked_for_in_small_steps() -> None:
     """Between two steps others may have their turn: an envelope has 65,536 records at most, 15 ms of looking."""
     before = OffsetSet()

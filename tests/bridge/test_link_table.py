@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from bridge.ledger import Ledger
@@ -91,6 +92,22 @@ async def test_only_links_that_were_to_run_have_a_worker(table: LinkTable) -> No
     assert table.counts() == (0, 200)
     assert table.find(GRANT, name(1), 1) is table.workers[1].stats
     assert table.find(GRANT, name(1), 199) is not None and table.find(GRANT, name(1), 200) is None
+    await ended(table)
+
+
+async def test_what_nobody_knows_of_a_link_is_not_said_to_be_nothing(table: LinkTable) -> None:
+    """Under a pattern leaders are asked for the shards of links that run: of the others the stream alone is known, and may have any number of records."""
+    state = ShardState(0, 3, 7, 7, 1)
+    stream = StreamState(name(1), b"i" * 16, 3, Durability(), Retention(), 0, 0)
+    await table.tell(planned(shards(name(1), 1, 3)), {name(1): stream})
+
+    def said() -> list[tuple[int, int, int]]:
+        return [(each.position, each.high_watermark, each.lag_records) for each, _ in table.states()]
+
+    assert said() == [(-1, -1, -1)] * 3
+    table.hear(msgspec.structs.replace(stream, state=[state] * 3))
+    # It has not opened, so where the destination stands is not known.
+    assert said() == [(-1, 7, -1), (-1, -1, -1), (-1, -1, -1)]
     await ended(table)
 
 

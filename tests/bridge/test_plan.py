@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from random import Random
 from typing import Any, cast
 
@@ -27,9 +28,9 @@ from bridge.plan import (
     Verdict,
     plan_links,
 )
-from bridge.source_streams import list_known
+from bridge.source_streams import SourceStreams
 from felix.connection import RegionConnection
-from felix.errors import Code
+from felix.errors import Code, UnavailableError
 from felix.messages import ListStreams, ShardState, StreamPage, StreamState
 from felix.names import SpiffeId
 from felix.settings import Durability, Retention
@@ -390,6 +391,25 @@ def test_a_plan_is_made_in_steps_of_some_hundred_rows(monkeypatch: pytest.Monkey
     assert longest <= STEP_ROWS + 256 and steps >= 2 * 16 * 256 // (STEP_ROWS + 256)
 
 
+def test_a_publisher_has_one_share_of_an_agents_work_however_many_patterns_name_its_stream() -> None:
+    """Whoever signs a pattern gives what fits it a share; and a stream that several name would have as many."""
+    wide, narrow = wildcard(""), wildcard("a")
+    exact = halves(stream="acme/ops/ab", destination_stream="acme/ops/else")
+    made = {name: made_at(NOW, name, 2) for name in ("acme/ops/ab", "acme/ops/ac", "acme/ops/b")}
+
+    def shares(*grants: tuple[SignedDocument, SignedDocument, str]) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for row in rows(*(each for grant in grants for each in grant[:2]), streams=made):
+            if row.verdict is Verdict.RUN:
+                found.setdefault(row.stream, set()).add(row.share)
+        return found
+
+    assert shares(wide) == {name: {"acme/ops/*"} for name in made}
+    two = {"acme/ops/ab": {"acme/ops/a*"}, "acme/ops/ac": {"acme/ops/a*"}, "acme/ops/b": {"acme/ops/*"}}
+    assert shares(wide, narrow) == two
+    assert shares(wide, narrow, exact) == {**two, "acme/ops/ab": {"acme/ops/ab"}}
+
+
 @pytest.mark.parametrize("limit", [3, 100])
 async def test_streams_are_listed_once_for_all_patterns_of_a_beginning_and_without_their_shards(
     monkeypatch: pytest.MonkeyPatch, limit: int
@@ -408,13 +428,13 @@ async def test_streams_are_listed_once_for_all_patterns_of_a_beginning_and_witho
     monkeypatch.setattr("bridge.source_streams.LISTED_MAX", limit)
     exports = [wildcard(first)[0] for first in "ab"] + [wildcard("a", purpose="planning")[0]]
     book, connection = GrantBook(exports, TRUSTED), cast(RegionConnection, None)
-    known = await list_known(connection, book, BRIDGE, {})
+    known = await SourceStreams().list_known(connection, book, BRIDGE, {})
     assert sorted(known.streams) == [*made[: min(limit, 5)], *made[5 : 5 + limit]]
     assert not any(state.state for state in known.streams.values()), "its leader alone knows of a shard"
     assert sorted(each.prefix for each in asked) == ["acme/ops/a", "acme/ops/b"]
     assert all(each.brief for each in asked)
     said = [kept.said("acme/ops/a*") for kept in known.fitting.values()]
-    assert all("are not looked at" in each for each in said) if limit < 5 else not any(said)
+    assert all("are looked at then" in each for each in said) if limit < 5 else not any(said)
 
 
 async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,5 +448,59 @@ async def test_streams_that_one_pattern_fits_hide_none_of_anothers(monkeypatch: 
     monkeypatch.setattr("bridge.source_streams.pages", pages)
     monkeypatch.setattr("bridge.plan.STREAMS_MAX", 3)
     book = GrantBook([wildcard(first)[0] for first in "ab"], TRUSTED)
-    known = await list_known(cast(RegionConnection, None), book, BRIDGE, {})
+    known = await SourceStreams().list_known(cast(RegionConnection, None), book, BRIDGE, {})
     assert sorted(known.streams) == [each.stream for each in (*made[:3], *made[5:8])]
+
+
+async def test_who_makes_streams_hides_none_that_comes_later_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A link that runs would end, for as long as they are there."""
+    made = {each.stream: each for each in (made_at(1, "acme/ops/zz"), made_at(2, "acme/ops/b1"))}
+    asked, fails = list[str](), set[str]()
+
+    async def pages(_: Any, listed: ListStreams, *__: Any) -> AsyncIterator[StreamPage]:
+        for name in sorted(made):
+            if name.startswith(listed.prefix) and name > listed.after:
+                if name in fails:
+                    fails.remove(name)
+                    raise UnavailableError("The broker went away.")
+                asked.append(name)
+                yield StreamPage([made[name]])
+
+    monkeypatch.setattr("bridge.source_streams.pages", pages)
+    monkeypatch.setattr("bridge.source_streams.LISTED_MAX", 3)
+    monkeypatch.setattr("bridge.plan.STREAMS_MAX", 2)
+    source, grant = SourceStreams(), wildcard("")
+    books = [GrantBook([grant[0]], TRUSTED), GrantBook([grant[0], wildcard("a")[0]], TRUSTED)]
+
+    async def seen(book: GrantBook = books[0]) -> list[str]:
+        asked.clear()
+        known = await source.list_known(cast(RegionConnection, None), book, BRIDGE, {})
+        assert len(asked) <= 3 * len(known.fitting)
+        assert set(known.streams) == {name for each in known.fitting.values() for name in each.names()}
+        return sorted(known.fitting[grant[2]].names())
+
+    assert await seen() == ["acme/ops/b1", "acme/ops/zz"]
+    for number in range(20):
+        made[f"acme/ops/a{number:02}"] = made_at(10 + number, f"acme/ops/a{number:02}")
+    for _ in range(20):
+        assert await seen() == ["acme/ops/b1", "acme/ops/zz"]
+    # Another grant of such names begins a round anew, and what is known of this one goes on.
+    for _ in range(3):
+        assert await seen(books[1]) == ["acme/ops/b1", "acme/ops/zz"]
+    del made["acme/ops/b1"]
+    for _ in range(20):
+        await seen()
+    assert await seen() == ["acme/ops/a00", "acme/ops/zz"]
+    # An agent that has just begun knows of those that it has listed, until it has listed all.
+    source = SourceStreams()
+    assert await seen() == ["acme/ops/a00", "acme/ops/a01"]
+    fails.add("acme/ops/a07")
+    for _ in range(20):
+        with suppress(UnavailableError):
+            await seen()
+    assert not fails and await seen() == ["acme/ops/a00", "acme/ops/zz"]
+    known = await source.list_known(cast(RegionConnection, None), books[0], BRIDGE, {})
+    (kept,) = known.fitting.values()
+    assert (kept.left, kept.left_shards, kept.is_cut) == (19, 19, False), "each is counted once"

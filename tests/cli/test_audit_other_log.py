@@ -88,3 +88,10 @@ def test_a_proof_without_its_receipt_does_not_say_that_the_log_has_none(folder: 
     changed.write_text(json.dumps({**json.loads(proof.read_bytes()), "ack": None}))
     code, said = audit(folder, tmp_path, "check-proof", str(changed))
     assert code == 0 and "not shown: this proof has no receipt" in said and "in the log yet" not in said
+
+
+def test_links_in_a_circle_are_no_log_and_end_in_words(folder: Path, tmp_path: Path) -> None:
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    code, said = audit(folder, tmp_path, "report", "--log", str(circle), "--out", str(tmp_path / "out"))
+    assert code == EXIT_REFUSED and "What is at checkpoint" in said and "is not a file" in said

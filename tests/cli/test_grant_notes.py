@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from departures import terms
+from msgspec.structs import replace
 
 from cli.grant_notes import backlog_note, carried_by_another, waiting_notes, where_truncations_are
 from felix.messages import LinkState
@@ -96,6 +97,20 @@ def test_a_renewed_grant_goes_on_where_the_link_before_stopped() -> None:
     )
     assert backlog_note(terms(), before, state((0, 9)), [link(0, 9)]) == ""
     assert "goes on where its link stopped" in backlog_note(terms(), before, state((0, 9)), [])
+
+
+def test_where_a_link_stopped_is_not_guessed_once_its_agent_has_started_again() -> None:
+    """It reported no position, which was taken for 0: then all of the stream was said to cross."""
+    before = [view(GrantState.EXPIRED, accepted=True)]
+    crossed = replace(link(0, -1), crossed=9)
+    said = backlog_note(terms(), before, state((0, 9)), [crossed])
+    assert said == (
+        "g-old led into the same stream there: this grant goes on where its link stopped, and covers what was published since"
+    )
+    said = backlog_note(terms(), before, state((0, 9)), [replace(crossed, withheld=4)])
+    assert "9 records ago" not in said and ". 4 records stayed under earlier grants" in said
+    # Of one by which nothing went, all that the stream holds is still to cross.
+    assert "stopped 9 records ago" in backlog_note(terms(), before, state((0, 9)), [link(0, -1)])
 
 
 def test_what_stayed_under_the_grant_before_is_said() -> None:

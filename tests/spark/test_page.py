@@ -8,6 +8,7 @@ import socketserver
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +22,9 @@ from audit.spark import exceptions, lineage, reconciliation, register, volumes
 from audit.spark.document import Cosigner, Missing, Report, Totals, VerifiedLog
 from audit.spark.figure import Flow, count, flows_svg, nice_step, size, time_svg
 from audit.spark.page import moment, render
+from audit.spark.report import LINKS_MAX, _first
 from audit.spark.table import Column, Table, Type
-from audit.spark.volumes import DAY_MS
+from audit.spark.volumes import DAY_MS, bucket_ms, pictured
 from policy.quantity import AFTER_CALENDAR
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -333,3 +335,57 @@ def test_no_text_of_a_log_becomes_markup_wherever_it_stands(status: str, more: d
     assert "\u202e" not in made and "\x1b" not in made
     shown = "".join(reader.text)
     assert shown.count("<script>alert(1)</script>") > 40 and "&lt;" not in shown
+
+
+def test_a_page_stays_short_whatever_a_log_names() -> None:
+    """Tables have 100,000 rows, and each may be of a stream and a region of its own, with lists as long as its log."""
+    count = 3_000
+    few = hostile_report("differs", terms_found=False, unsigned=[])
+    columns = [column.name for column in register.COLUMNS]
+    (row,) = few.register.records()
+    rows = [
+        row
+        | {
+            "stream": f"acme/ops/s{at}",
+            "destination_region": f"r{at}",
+            "records": at,
+            "terms_hash": f"{at:064x}",
+        }
+        for at in range(count)
+    ]
+    rows[0] |= {"grant_ids": [f"g-{at}" for at in range(count)], "records": count * count}
+    many = replace(few.register, rows=tuple(tuple(each[name] for name in columns) for each in rows))
+    (line,) = few.lineage.records()
+    routes = tuple(
+        tuple((line | {"stream": f"acme/ops/s{at}"})[column.name] for column in lineage.COLUMNS)
+        for at in range(count)
+    )
+    page = render(replace(few, register=many, lineage=replace(few.lineage, rows=routes)))
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == [] and len(page) < 3_000_000
+    said = "".join(reader.text)
+    assert "other streams" in said and "other regions" in said
+    assert f"and {count - 50:,} more" in said and f"The first 200 of {count:,} routes" in said
+    heights = [
+        float(value.split()[3]) for tag, name, value in reader.attributes if (tag, name) == ("svg", "viewbox")
+    ]
+    assert max(heights) < 2_000
+
+
+def test_bars_are_wider_where_leaves_lie_thousands_of_years_apart() -> None:
+    assert (bucket_ms(0, 4 * DAY_MS), bucket_ms(0, 4 * DAY_MS + 1), bucket_ms(0, 1_000 * DAY_MS)) == (
+        DAY_MS // 24,
+        DAY_MS,
+        DAY_MS,
+    )
+    assert TIME_MS_MAX // bucket_ms(0, TIME_MS_MAX) <= 1_000
+    assert pictured([{"stream": f"s{at}", "records": at, "withheld": 0} for at in range(40)]) == sorted(
+        f"s{at}" for at in range(16, 40)
+    )
+
+
+def test_of_regions_that_a_report_lacks_as_many_are_named_as_are_read() -> None:
+    told = _first([str(at) for at in range(LINKS_MAX + 7)], "{:,} further")
+    assert len(told) == LINKS_MAX + 1 and told[-1] == "7 further"
+    assert _first(["one"], "{:,} further") == ("one",)

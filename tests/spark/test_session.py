@@ -3,6 +3,7 @@ wheel's Java in tests/docs/test_getting_started.py."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -19,12 +20,30 @@ from audit.spark.session import (
     default_master,
     is_local,
     open_session,
+    quiet_gateway,
     settings,
     zip_packages,
 )
 from felix.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_jvm_that_is_gone_leaves_no_stack_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    py4j = pytest.importorskip("py4j.java_gateway")
+
+    def told(path: str) -> None:
+        record = logging.LogRecord(
+            "root", logging.ERROR, path, 1, "Exception while sending command.", (), None
+        )
+        logging.getLogger().handle(record)
+
+    with quiet_gateway():
+        told(py4j.__file__)
+        assert not caplog.records
+        told(__file__)
+    told(py4j.__file__)
+    assert len(caplog.records) == 2
 
 
 def test_a_local_session_listens_on_loopback_alone(tmp_path: Path) -> None:
