@@ -29,6 +29,8 @@ from felix.names import StreamName
 CALLS_MAX: Final = 256
 """Calls of one exchange under way at once, well below what a broker refuses."""
 CORRELATION_MAX: Final = (1 << 32) - 1
+_LATE: Final = "felix: unanswered"
+"""What a call is cancelled with that was not answered in time."""
 MOVES_AT_ONCE: Final = 2
 """Brokers that send an exchange on before it pauses: two that name each other have not heard of the same election."""
 
@@ -118,9 +120,17 @@ class Exchange:
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    async def call(self, message: Message, *, again: bool, timeout_s: float | None = None) -> Any:
+    async def call(
+        self,
+        message: Message,
+        *,
+        again: bool,
+        timeout_s: float | None = None,
+        undo: Callable[[Any], object] | None = None,
+    ) -> Any:
         """One call and its reply, decoded. `again`: asking twice does no harm, so a lost or refused-for-now one is. One that a broker
-        refuses because it does not lead the stream has done nothing, and is asked again whatever it is.
+        refuses because it does not lead the stream has done nothing, and is asked again whatever it is. `undo` is called with a reply
+        that comes after the caller was cancelled, or had waited long enough.
 
         Raises what the broker refuses it with, or ended the exchange with meanwhile; UnavailableError: TIMEOUT, or DISCONNECTED
         where it is not known whether it was carried out.
@@ -129,7 +139,7 @@ class Exchange:
         backoff: Backoff | None = None
         if not again and self._is_open and not self._room.locked():
             try:
-                return await self._call_at_once(message, limit_s)
+                return await self._call_at_once(message, limit_s, undo)
             except NotLeaderError as error:
                 if self._dead is not None:
                     raise
@@ -141,7 +151,7 @@ class Exchange:
                     if not self._is_open:
                         await self._wait_open()
                     try:
-                        return await self._ask(message)
+                        return await self._ask(message, undo)
                     except UnavailableError as error:
                         if not (again or isinstance(error, NotLeaderError)) or self._dead is not None:
                             raise
@@ -150,22 +160,25 @@ class Exchange:
         except TimeoutError:
             raise self._unanswered(message, limit_s) from None
 
-    async def _call_at_once(self, message: Message, limit_s: float) -> Any:
+    async def _call_at_once(
+        self, message: Message, limit_s: float, undo: Callable[[Any], object] | None
+    ) -> Any:
         """As `call` where nothing has to be waited for first: a timer instead of a timeout, which costs more than the rest."""
         await self._room.acquire()
         loop = asyncio.get_running_loop()
-        number, future = self._post(message, loop)
-        timer = loop.call_later(limit_s, self._time_out, future, message, limit_s)
+        timer: asyncio.TimerHandle | None = None
         try:
-            return await future
+            number, future = self._post(message, loop)
+            timer = loop.call_later(limit_s, future.cancel, _LATE)
+            return await self._reply(number, future, undo)
+        except asyncio.CancelledError as error:
+            if error.args != (_LATE,):
+                raise
+            raise self._unanswered(message, limit_s) from None
         finally:
-            timer.cancel()
-            self._calls.pop(number, None)
+            if timer is not None:
+                timer.cancel()
             self._room.release()
-
-    def _time_out(self, future: asyncio.Future[Any], message: Message, limit_s: float) -> None:
-        if not future.done():
-            future.set_exception(self._unanswered(message, limit_s))
 
     def _unanswered(self, message: Message, limit_s: float) -> UnavailableError:
         return UnavailableError(
@@ -174,12 +187,37 @@ class Exchange:
             hint="Is the region up? `felix region status` tells.",
         )
 
-    async def _ask(self, message: Message) -> Any:
+    async def _ask(self, message: Message, undo: Callable[[Any], object] | None) -> Any:
         number, future = self._post(message, asyncio.get_running_loop())
+        return await self._reply(number, future, undo)
+
+    async def _reply(
+        self, number: int, future: asyncio.Future[Any], undo: Callable[[Any], object] | None
+    ) -> Any:
         try:
             return await future
+        except asyncio.CancelledError:
+            if undo is not None and future.done() and not future.cancelled() and future.exception() is None:
+                # It came in the event loop iteration in which the caller was cancelled.
+                undo(future.result())
+            raise
         finally:
-            self._calls.pop(number, None)
+            if undo is not None and future.cancelled() and self._calls.get(number) is future:
+                self._undo_late(number, undo)
+            else:
+                self._calls.pop(number, None)
+
+    def _undo_late(self, number: int, undo: Callable[[Any], object]) -> None:
+        """Nobody waits for this reply any more; whatever it gives is given back."""
+
+        def came(reply: asyncio.Future[Any]) -> None:
+            if self._calls.get(number) is reply:
+                del self._calls[number]
+            if not reply.cancelled() and reply.exception() is None:
+                undo(reply.result())
+
+        self._calls[number] = asyncio.get_running_loop().create_future()
+        self._calls[number].add_done_callback(came)
 
     def _post(self, message: Message, loop: asyncio.AbstractEventLoop) -> tuple[int, asyncio.Future[Any]]:
         """Send a call; its correlation id, and what will have its reply."""
@@ -190,10 +228,11 @@ class Exchange:
             number = number + 1 if number < CORRELATION_MAX else 1
             if number not in self._calls:
                 break
+        frame = encode_message(FrameType.CALL, message, number)
         self._last_correlation = number
         future: asyncio.Future[Any] = loop.create_future()
         self._calls[number] = future
-        link.send_exchange(self._stream_id, encode_message(FrameType.CALL, message, number))
+        link.send_exchange(self._stream_id, frame)
         return number, future
 
     def tell(self, message: Message) -> None:

@@ -458,7 +458,7 @@ class Link:
         correlation = self.register(ask)
         try:
             frame = encode_request(request, correlation)
-        except RequestError:
+        except BaseException:
             self._waiting.forget(correlation)
             self.release_ask()
             raise

@@ -1206,13 +1206,22 @@ T = TypeVar("T")
 
 
 def encode_message(type_: FrameType, message: Message, correlation: int = 0) -> bytes:
-    """A whole control frame."""
-    return encode_frame(type_, _encoder.encode(message), correlation)
+    """A whole control frame. Raises RequestError(INVALID) where something in the message cannot be written."""
+    return encode_frame(type_, _encode(message), correlation)
+
+
+def _encode(message: Message) -> bytes:
+    try:
+        return _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        # A whole number of more than 64 bits, say, or text with half a surrogate pair.
+        raise RequestError(f"This {type(message).__name__} cannot be sent: {error}.") from error
 
 
 def encode_request(request: Message, correlation: int) -> bytes:
-    """A request's whole frame. Raises RequestError(FRAME_TOO_LARGE): a broker would end the session for it."""
-    body = _encoder.encode(request)
+    """A request's whole frame. Raises RequestError: FRAME_TOO_LARGE, for which a broker would end the session; INVALID where something in
+    it cannot be written."""
+    body = _encode(request)
     if len(body) > CONTROL_BYTES_MAX:
         raise RequestError(
             f"A {type(request).__name__} of {len(body)} bytes is larger than a request may be: {CONTROL_BYTES_MAX} bytes.",
