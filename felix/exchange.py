@@ -79,6 +79,8 @@ class Exchange:
         self._listener = listener
         self._room = asyncio.Semaphore(calls_max)
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._undo: dict[int, Callable[[Any], object]] = {}
+        """Of calls whose reply is undone where their caller was cancelled before it came."""
         self._last_correlation = 0
         self._standing_link: Link | None = None
         """The link that stands, whether the exchange is open on it or not."""
@@ -194,6 +196,8 @@ class Exchange:
     async def _reply(
         self, number: int, future: asyncio.Future[Any], undo: Callable[[Any], object] | None
     ) -> Any:
+        if undo is not None:
+            self._undo[number] = undo
         try:
             return await future
         except asyncio.CancelledError:
@@ -202,22 +206,13 @@ class Exchange:
                 undo(future.result())
             raise
         finally:
-            if undo is not None and future.cancelled() and self._calls.get(number) is future:
-                self._undo_late(number, undo)
-            else:
-                self._calls.pop(number, None)
+            # One that is cancelled and can be undone stays until its reply comes.
+            if not (future.cancelled() and number in self._undo):
+                self._forget(number)
 
-    def _undo_late(self, number: int, undo: Callable[[Any], object]) -> None:
-        """Nobody waits for this reply any more; whatever it gives is given back."""
-
-        def came(reply: asyncio.Future[Any]) -> None:
-            if self._calls.get(number) is reply:
-                del self._calls[number]
-            if not reply.cancelled() and reply.exception() is None:
-                undo(reply.result())
-
-        self._calls[number] = asyncio.get_running_loop().create_future()
-        self._calls[number].add_done_callback(came)
+    def _forget(self, number: int) -> None:
+        self._calls.pop(number, None)
+        self._undo.pop(number, None)
 
     def _post(self, message: Message, loop: asyncio.AbstractEventLoop) -> tuple[int, asyncio.Future[Any]]:
         """Send a call; its correlation id, and what will have its reply."""
@@ -328,6 +323,9 @@ class Exchange:
                 future = self._calls.get(frame.correlation)
                 if future is not None and not future.done():
                     future.set_result(self._decode_reply(frame.body))
+                elif (undo := self._undo.get(frame.correlation)) is not None:
+                    self._forget(frame.correlation)
+                    undo(self._decode_reply(frame.body))
             case FrameType.REPLY:
                 if listener is not None:
                     listener.event(self._decode_reply(frame.body))
@@ -353,6 +351,8 @@ class Exchange:
         if future is not None:
             if not future.done():
                 future.set_exception(_unknown(error, error.retry_after_ms) if _is_of_lease(error) else error)
+            else:
+                self._forget(correlation)
         elif not correlation or correlation == self._opening:
             # The exchange as a whole: worth another try only where the broker says that it will pass.
             if not isinstance(error, UnavailableError):
@@ -380,6 +380,7 @@ class Exchange:
         self._link = None
         self._opening = 0
         calls, self._calls = self._calls, {}
+        self._undo.clear()
         is_final = self._dead is not None and not isinstance(error, UnavailableError)
         unanswered = error if is_final else _unknown(error)
         for future in calls.values():

@@ -26,7 +26,6 @@ from felix.errors import (
     FelixError,
     NotLeaderError,
     ProtocolError,
-    RequestError,
     UnavailableError,
     error_for,
     protocol_breach,

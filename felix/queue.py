@@ -418,8 +418,6 @@ class QueueConsumer:
         if self._is_open:
             return
         self._is_open = True
-        if self._auto_extend:
-            self._heartbeat = asyncio.ensure_future(self._beat())
         await self._exchange.open()
 
     async def __aenter__(self) -> Self:
@@ -543,6 +541,8 @@ class QueueConsumer:
     def _opened(self, answer: Answer) -> None:
         if isinstance(answer, QueueOpened):
             self._take_visibility(answer.visibility_ms)
+        if self._auto_extend and self._heartbeat is None:
+            self._heartbeat = asyncio.ensure_future(self._beat())
         # A new exchange starts its count at zero; jobs held here keep their leases and count against the limit.
         self._received_records = self._received_bytes = 0
         self._granted_records = self._granted_bytes = 0
