@@ -796,15 +796,22 @@ def _passes(error: UnavailableError) -> bool:
 
 def key_bytes(key: Key, *, empty: bool = False) -> bytes:
     """A key as it travels: text as UTF-8. Raises RequestError(INVALID)."""
-    data = key.encode() if isinstance(key, str) else bytes(key)
+    data = _encoded(key) if isinstance(key, str) else bytes(key)
     if len(data) > KEY_BYTES_MAX or (not data and not empty):
         raise RequestError(f"A key has 1 to {KEY_BYTES_MAX} bytes, not {len(data)}.")
     return data
 
 
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"This text cannot be sent: {error}.") from error
+
+
 def value_bytes(value: Value) -> bytes:
     """A value as it travels. Raises RequestError(BATCH_TOO_LARGE)."""
-    data = value.encode() if isinstance(value, str) else bytes(value)
+    data = _encoded(value) if isinstance(value, str) else bytes(value)
     if len(data) > wire.VALUE_BYTES_MAX:
         raise RequestError(
             f"A value of {len(data)} bytes; {wire.VALUE_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE

@@ -20,15 +20,17 @@ from typing import Any, Final, Protocol, TypeGuard
 
 from felix.backoff import Backoff
 from felix.connection import RegionConnection
-from felix.errors import Code, FelixError, NotLeaderError, UnavailableError, protocol_breach
+from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError, protocol_breach
 from felix.frames import Credit, Frame, FrameDecoder, FrameType
 from felix.link import Link
-from felix.messages import Answer, Message, Request, decode_answer, decode_error, encode_message
+from felix.messages import Answer, Message, Request, decode_answer, decode_error, encode_call, encode_request
 from felix.names import StreamName
 
 CALLS_MAX: Final = 256
 """Calls of one exchange under way at once, well below what a broker refuses."""
 CORRELATION_MAX: Final = (1 << 32) - 1
+_OPENING: Final = 1
+"""The correlation of the request that opens an exchange."""
 _LATE: Final = "felix: unanswered"
 """What a call is cancelled with that was not answered in time."""
 MOVES_AT_ONCE: Final = 2
@@ -223,7 +225,7 @@ class Exchange:
             number = number + 1 if number < CORRELATION_MAX else 1
             if number not in self._calls:
                 break
-        frame = encode_message(FrameType.CALL, message, number)
+        frame = encode_call(message, number)
         self._last_correlation = number
         future: asyncio.Future[Any] = loop.create_future()
         self._calls[number] = future
@@ -235,7 +237,7 @@ class Exchange:
         if self._is_open and self._link is not None:
             self._last_correlation = self._last_correlation % CORRELATION_MAX + 1
             if self._last_correlation not in self._calls:
-                frame = encode_message(FrameType.CALL, message, self._last_correlation)
+                frame = encode_call(message, self._last_correlation)
                 self._link.send_exchange(self._stream_id, frame)
 
     def extend_credit(self, limit_bytes: int) -> None:
@@ -277,13 +279,19 @@ class Exchange:
     def _begin(self, link: Link) -> None:
         self._decoder = FrameDecoder(_INBOUND)
         try:
+            request = encode_request(self._request(), _OPENING)
+        except RequestError as error:
+            # Not the link's concern, nor that of others who live on it.
+            self._end(error)
+            return
+        try:
             self._stream_id = link.open_exchange(self)
         except UnavailableError as error:
             self._again(error)
             return
         self._link = link
-        self._opening = 1
-        link.send_exchange(self._stream_id, encode_message(FrameType.REQUEST, self._request(), self._opening))
+        self._opening = _OPENING
+        link.send_exchange(self._stream_id, request)
 
     def link_down(self, error: FelixError) -> None:
         self._standing_link = None

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from math import inf, isfinite
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -61,7 +62,15 @@ from felix.queue_messages import (
     decode_reply,
 )
 from felix.queue_messages import Job as LeasedJob
-from felix.settings import QueueChange, QueueSettings, Retries, RetriesChange, Views
+from felix.settings import (
+    VISIBILITY_MS_MAX,
+    VISIBILITY_MS_MIN,
+    QueueChange,
+    QueueSettings,
+    Retries,
+    RetriesChange,
+    Views,
+)
 
 PREFETCH_DEFAULT: Final = 64
 PREFETCH_MAX: Final = 100_000
@@ -163,12 +172,12 @@ class Job:
     def nack(self, *, delay: float | None = None, reason: str = "") -> asyncio.Future[None]:
         """Give the job back, for after `delay` seconds (None: as the queue's retries say). With its last attempt it goes to the dead
         letters, with the reason. Raises as `ack`."""
-        delay_ms = -1 if delay is None else max(0, round(delay * 1000))
+        delay_ms = -1 if delay is None else max(0, _ms(delay))
         return self._settle("nack", delay_ms, reason[:REASON_CHARS_MAX])
 
     def extend(self, visibility: float | None = None) -> asyncio.Future[None]:
         """Keep the job for `visibility` seconds from now (None: as the queue says). Raises as `ack`."""
-        visibility_ms = 0 if visibility is None else round(visibility * 1000)
+        visibility_ms = _ms(visibility)
         return self._settler.settle("extend", self, visibility_ms)
 
     def release(self) -> asyncio.Future[None]:
@@ -771,6 +780,12 @@ class Queue:
                 f"A worker's name of {len(worker)} characters; {NAME_CHARS_MAX} are allowed.",
                 code=Code.CONFIG_INVALID,
             )
+        visibility_ms = _ms(visibility)
+        if visibility is not None and not VISIBILITY_MS_MIN <= visibility_ms <= VISIBILITY_MS_MAX:
+            raise RequestError(
+                f"A visibility of {visibility} s; {VISIBILITY_MS_MIN / 1000:g} to {VISIBILITY_MS_MAX // 1000} s are allowed.",
+                code=Code.CONFIG_INVALID,
+            )
         if extend_for is not None and not extend_for > 0:
             raise RequestError(f"Leases extended for {extend_for} s; more than 0.", code=Code.CONFIG_INVALID)
         if not 1 <= prefetch <= PREFETCH_MAX or prefetch_bytes < PREFETCH_BYTES_MIN:
@@ -781,7 +796,7 @@ class Queue:
             )
         return QueueConsumer(
             self,
-            visibility_ms=_ms(visibility),
+            visibility_ms=visibility_ms,
             prefetch=prefetch,
             prefetch_bytes=prefetch_bytes,
             auto_extend=auto_extend,
@@ -902,11 +917,15 @@ class Queue:
 
 
 def _ms(seconds: float | None) -> int:
-    return 0 if seconds is None else round(seconds * 1000)
+    if seconds is None:
+        return 0
+    if not isfinite(seconds):
+        raise RequestError(f"A time of {seconds} s; it is a number of seconds.")
+    return round(seconds * 1000)
 
 
 def _change_ms(seconds: float | None) -> int | None:
-    return None if seconds is None else round(seconds * 1000)
+    return None if seconds is None else _ms(seconds)
 
 
 def job_headers(
@@ -918,7 +937,7 @@ def job_headers(
 ) -> dict[str, bytes] | None:
     """The record's headers with those that set delay and priority; None if there are none. Raises RequestError(INVALID)."""
     asked = dict(headers) if headers else {}
-    if delay < 0 or (priority is not None and not 0 <= priority <= 9):
+    if not 0 <= delay < inf or (priority is not None and not 0 <= priority <= 9):
         raise RequestError(
             f"A delay of {delay} s and a priority of {priority}; 0 or more, and 0 to 9, are allowed."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -391,6 +391,55 @@ async def test_a_watch_and_a_mirror_whose_opening_is_cancelled_leave_nothing(
                     pass
         await asyncio.sleep(0.01)
         assert (attached(region), len(asyncio.all_tasks())) == before
+
+
+# -- what is no call --------------------------------------------------------------------------------------
+
+
+async def test_a_number_that_no_broker_takes_is_refused_here_and_ends_no_session(
+    operator: felix.RegionClient,
+) -> None:
+    """A broker ends the session for it, with all that others have under way there."""
+    await operator.create_stream(ORDERS)
+    await operator.create_queue(JOBS)
+    jobs, orders = operator.queue(JOBS), operator.stream(ORDERS)
+    cache = await operator.create_cache("acme/web/rates")
+    await orders.publish(b"x")
+    await jobs.put_many([b"x"] * 4)
+    leased = await jobs.lease(4)
+    session = operator.session.session
+    beyond = 1 << 63
+    async with orders.consumer("billing", start="earliest") as consumer:
+        record = await anext(consumer)
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: cache.increment("a", beyond),
+            lambda: cache.compare_and_set("a", b"x", version=-1),
+            lambda: cache.put("\ud800", b"x"),
+            lambda: cache.watch(resume=felix.cache.Position(b"x" * 16, {0: beyond})).open(),
+            lambda: jobs.lease(max_bytes=-1),
+            lambda: jobs.lease(visibility=-1),
+            lambda: jobs.peek(-1),
+            lambda: jobs.redrive(beyond),
+            lambda: leased[0].nack(delay=1e12),
+            lambda: leased[1].extend(-1),
+            lambda: leased[2].extend(float("nan")),
+            lambda: jobs.put(b"x", delay=float("inf")),
+            lambda: jobs.consume(visibility=-1).open(),
+            lambda: jobs.consume(visibility=1e9).open(),
+            lambda: jobs.consume(worker="\ud800").open(),
+            lambda: consumer.nack(record, delay=1e12),
+            lambda: orders.subscribe(offsets={0: beyond}).open(),
+            lambda: orders.consumer("other", ack_timeout=-1).open(),
+            lambda: orders.seek_subscription("billing", offsets={0: beyond}),
+            lambda: jobs.alter(attempts=-1),
+        ]
+        for call in calls:
+            with pytest.raises(RequestError):
+                await call()
+    assert operator.session.session == session and operator.reconnects == 0
+    operator.connection.begin_anew("a test")
+    await until(lambda: operator.reconnects == 1)
+    assert (await jobs.describe()).leased == 4
 
 
 # -- clients ----------------------------------------------------------------------------------------------
