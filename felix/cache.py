@@ -436,7 +436,7 @@ class Watch:
         self._window_bytes = credit_bytes
         self._clock = connection.runtime.clock
         self._exchange = Exchange(connection, self._request, self._decode, self, stream=name)
-        self._is_begun = False
+        self._is_begun = self._is_closed = False
         self._error: FelixError | None = None
         # The position of the received changes: where a new link resumes.
         self._incarnation = resume.incarnation if resume else b""
@@ -491,6 +491,7 @@ class Watch:
 
     def close(self) -> None:
         """End it. Idempotent."""
+        self._is_closed = self._error is None or self._is_closed
         self._exchange.close()
         self._error = self._error or UnavailableError("The watch was closed.", code=Code.DISCONNECTED)
         self._events.clear()
@@ -503,7 +504,12 @@ class Watch:
         while True:
             for change in self._changes:
                 return change
-            self._changes = iter(await self._next_event())
+            try:
+                self._changes = iter(await self._next_event())
+            except UnavailableError:
+                if self._is_closed:
+                    raise StopAsyncIteration from None
+                raise
 
     async def changes(self) -> list[Change]:
         """The changes of the next message; at least one. For who takes many."""
@@ -701,6 +707,10 @@ class Mirror(Mapping[bytes, bytes]):
                 self._changed.set()
         except FelixError as error:
             self._error = error
+        except asyncio.CancelledError:
+            # Whoever waits for a change is not cancelled.
+            self._error = UnavailableError("The mirror was closed.", code=Code.DISCONNECTED)
+            raise
         except BaseException as error:
             self._error = error
             raise
