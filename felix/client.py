@@ -122,6 +122,9 @@ STREAM_PUBLISHERS_MAX: Final = 64
 """Publishers that `Stream.publish` opens by itself; the least recently used is closed for a new one. Below the 100
 QUIC streams of a session, so that publishers made by hand find room."""
 
+LEAVE_S: Final = 5.0
+"""How long a client that is left with an exception waits for what is under way: its error is not to be told minutes later, because no broker answers."""
+
 LISTED_TIMEOUT_S: Final = 2.0
 """How long a listing waits for the broker that leads one of its streams."""
 
@@ -221,7 +224,7 @@ class RegionClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        await self._close(None if kind is None else LEAVE_S)
 
     async def open(self) -> None:
         """Connect. Raises UnavailableError where no broker answers in time, RequestError where profile, identity or
@@ -259,7 +262,11 @@ class RegionClient:
         return replace(profile, identity=identity) if isinstance(identity, Identity | Path) else profile
 
     async def close(self) -> None:
-        """Flush what `Stream.publish` still has open, end every subscription and the session. Idempotent."""
+        """Flush what `Stream.publish` still has open, end every subscription and the session. Idempotent. Where the client is left with an
+        exception, that has 5 s."""
+        await self._close(None)
+
+    async def _close(self, flush_s: float | None) -> None:
         connection = self._connection
         if connection is None:
             return
@@ -267,16 +274,21 @@ class RegionClient:
             cache.close()
         publishers, self._publishers = self._publishers, OrderedDict()
         try:
-            for queue in self._queues.values():
-                with suppress(FelixError):
-                    await queue.flush()
-                queue.close()
-            for publisher in publishers.values():
-                # The publishing call awaits the outcome; here it is only given time to arrive.
-                with suppress(FelixError):
-                    await publisher.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(flush_s):
+                    for queue in self._queues.values():
+                        with suppress(FelixError):
+                            await queue.flush()
+                    for publisher in publishers.values():
+                        # The publishing call awaits the outcome; here it is only given time to arrive.
+                        with suppress(FelixError):
+                            await publisher.close()
         finally:
             # Also where whoever closes is cancelled: nobody else could.
+            for queue in self._queues.values():
+                queue.close()
+            for publisher in publishers.values():
+                publisher.abort()
             if self._transactions is not None:
                 self._transactions.close()
                 self._transactions = None

@@ -379,6 +379,23 @@ async def test_calls_that_wait_for_one_another_end_in_time(broker_of_silence: Sc
         assert loop.time() - began < 2
 
 
+async def test_a_watch_that_is_closed_ends_and_a_mirror_cancels_nobody(operator: felix.RegionClient) -> None:
+    cache = await operator.create_cache("acme/web/rates")
+
+    async def follow(watch: felix.cache.Watch) -> int:
+        return len([change async for change in watch])
+
+    async with cache.watch() as watch, cache.mirror() as mirror:
+        following = asyncio.ensure_future(follow(watch))
+        reaching = asyncio.ensure_future(mirror.reached("a", 99))
+        await asyncio.sleep(0.1)
+        watch.close()
+        await mirror.close()
+        assert await following == 1  # that it is ready
+        with pytest.raises(UnavailableError):
+            await reaching
+
+
 async def test_a_watch_and_a_mirror_whose_opening_is_cancelled_leave_nothing(
     broker_of_silence: ScriptedBroker,
 ) -> None:
@@ -445,6 +462,21 @@ async def test_a_number_that_no_broker_takes_is_refused_here_and_ends_no_session
 # -- clients ----------------------------------------------------------------------------------------------
 
 
+async def test_a_client_that_is_left_with_an_exception_does_not_wait_for_a_silent_broker(
+    broker_of_silence: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("felix.client.LEAVE_S", 0.05)
+    monkeypatch.setattr(BrokerSession, "append", lambda *args: None)
+    async with asyncio.timeout(20):
+        with pytest.raises(ZeroDivisionError):
+            async with connected(broker_of_silence) as region:
+                waiting = await region.stream(ORDERS).publish_nowait(b"x")
+                raise ZeroDivisionError
+        with pytest.raises(UnavailableError, match="closed before"):
+            await waiting
+
+
 async def test_a_client_whose_close_is_cancelled_is_closed(node: Node) -> None:
     from region_peer import client
 
@@ -453,8 +485,6 @@ async def test_a_client_whose_close_is_cancelled_is_closed(node: Node) -> None:
         await region.open()
         if step == 0:
             await region.create_stream(ORDERS)
-        before = set(asyncio.all_tasks())
-        del before
         await region.stream(ORDERS).publish(b"x")
         await cancelled_at(region.close, step + 1)
         link = region.connection._link
