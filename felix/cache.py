@@ -417,7 +417,8 @@ class _Opened(msgspec.Struct):
 
 
 class Watch:
-    """An async iterator of `Change`. Ends with `close` (or `async with`), or raises why the broker ended it."""
+    """An async iterator of `Change`. Ends with `close` (or `async with`), or raises why the broker ended it. One that is merely dropped
+    stays open, and keeps its place among the session's streams."""
 
     def __init__(
         self,
