@@ -127,6 +127,8 @@ class Acknowledgements:
             for _, told in flush.waiting:
                 if not told.done():
                     told.set_exception(error)
+                    # A program that does not wait for it sees it in the log, not in a warning about the future.
+                    told.exception()
         else:
             if lost:
                 self._lost(lost)

@@ -271,14 +271,21 @@ class _Settler:
             await asyncio.wait(tuple(self._tasks))
 
     def tell(self, tell: Callable[[Any], None]) -> None:
-        """As `send`, without waiting for an answer."""
+        """As `send`, without waiting for an answer: whoever does is told that none will come."""
+        unanswered = UnavailableError(
+            "The consumer was closed before this was answered.",
+            code=Code.DISCONNECTED,
+            hint="Whether it was carried out is not known; where it was not, the job comes again.",
+        )
         gathered, self._gathered, self._count = self._gathered, {}, 0
         for settlement, some in gathered.items():
             runs = held_runs(job._body for job, _ in some)
             for at in range(0, len(runs), RUNS_MAX):
                 tell(_message(settlement, runs[at : at + RUNS_MAX]))
             for _, future in some:
-                future.cancel()
+                if not future.done():
+                    future.set_exception(unanswered)
+                    future.exception()
 
     async def _say(self, settlement: _Settlement, some: list[tuple[Job, asyncio.Future[None]]]) -> None:
         runs = held_runs(job._body for job, _ in some)
@@ -290,7 +297,8 @@ class _Settler:
                 lost |= {(shard, offset) for shard, offset in settled.lost}
             except FelixError as error:
                 failed = error
-            except BaseException:
+            except asyncio.CancelledError:
+                # The loop ends.
                 for _, future in some:
                     future.cancel()
                 raise
