@@ -240,6 +240,9 @@ class Publisher:
         try:
             if core.failed is None:
                 await self.flush()
+                while core.held_bytes:
+                    # Other tasks have gone on sending.
+                    await self.flush()
             elif core.error is not None:
                 raise self._over(core.error)
         finally:

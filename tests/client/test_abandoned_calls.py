@@ -98,6 +98,18 @@ async def test_a_flush_waits_for_what_was_given_before_it_alone(operator: felix.
         await beside
 
 
+async def test_closing_waits_for_what_other_tasks_have_sent_meanwhile(operator: felix.RegionClient) -> None:
+    await operator.create_stream(ORDERS)
+    publisher = operator.stream(ORDERS).publisher()
+    await publisher.open()
+    await publisher.send(b"x")
+    closing = asyncio.ensure_future(publisher.close())
+    await asyncio.sleep(0)
+    await publisher.send(b"y")
+    await closing
+    assert publisher.progress.contiguous == 2
+
+
 async def test_what_is_called_for_refused_batches_may_raise(
     operator: felix.RegionClient, caplog: pytest.LogCaptureFixture
 ) -> None:
