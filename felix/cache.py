@@ -23,7 +23,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import count
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self
@@ -42,6 +41,7 @@ from felix.names import StreamName, shard_for_key
 from felix.runtime.port import Clock
 from felix.settings import DURATION_MS_MAX, EXCHANGES_DEFAULT, CacheChange
 from felix.subscription import EpochsRead
+from felix.tasks import end_tasks
 
 EXCHANGES_MAX: Final = 16
 WATCH_CREDIT_BYTES: Final = 2 << 20
@@ -368,7 +368,19 @@ class Cache:
         raise error
 
     async def _exchange(self, number: int) -> Exchange:
-        """An open exchange of the pool. Raises what the broker refuses it with."""
+        """An open exchange of the pool. Raises what the broker refuses it with, UnavailableError(TIMEOUT)."""
+        limit_s = self._connection.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._opened(number)
+        except TimeoutError:
+            raise UnavailableError(
+                f"The cache {self.name} could not be opened within {limit_s:g} s. {self._connection.why_unreached}".rstrip(),
+                code=Code.TIMEOUT,
+                hint="Is the region up? `felix region status` tells.",
+            ) from None
+
+    async def _opened(self, number: int) -> Exchange:
         async with self._opening:
             exchange = self._pool[number]
             if exchange is not None and not exchange.is_over:
@@ -405,7 +417,8 @@ class _Opened(msgspec.Struct):
 
 
 class Watch:
-    """An async iterator of `Change`. Ends with `close` (or `async with`), or raises why the broker ended it."""
+    """An async iterator of `Change`. Ends with `close` (or `async with`), or raises why the broker ended it. One that is merely dropped
+    stays open, and keeps its place among the session's streams."""
 
     def __init__(
         self,
@@ -424,7 +437,7 @@ class Watch:
         self._window_bytes = credit_bytes
         self._clock = connection.runtime.clock
         self._exchange = Exchange(connection, self._request, self._decode, self, stream=name)
-        self._is_begun = False
+        self._is_begun = self._is_closed = False
         self._error: FelixError | None = None
         # The position of the received changes: where a new link resumes.
         self._incarnation = resume.incarnation if resume else b""
@@ -461,13 +474,25 @@ class Watch:
         self.close()
 
     async def open(self) -> None:
-        """Begin; the iterator does so by itself. Raises what the broker refuses it with."""
+        """Begin; the iterator does so by itself. Raises what the broker refuses it with; where it raises, or is cancelled, the watch is
+        closed."""
+        try:
+            await self._stands()
+        except BaseException as error:
+            if isinstance(error, FelixError):
+                self._error = self._error or error
+            self.close()
+            raise
+
+    async def _stands(self) -> None:
+        """As `open`; but where who waits is cancelled, it begins all the same."""
         if not self._is_begun:
             self._is_begun = True
             await self._exchange.open()
 
     def close(self) -> None:
         """End it. Idempotent."""
+        self._is_closed = self._error is None or self._is_closed
         self._exchange.close()
         self._error = self._error or UnavailableError("The watch was closed.", code=Code.DISCONNECTED)
         self._events.clear()
@@ -480,7 +505,12 @@ class Watch:
         while True:
             for change in self._changes:
                 return change
-            self._changes = iter(await self._next_event())
+            try:
+                self._changes = iter(await self._next_event())
+            except UnavailableError:
+                if self._is_closed:
+                    raise StopAsyncIteration from None
+                raise
 
     async def changes(self) -> list[Change]:
         """The changes of the next message; at least one. For who takes many."""
@@ -502,7 +532,7 @@ class Watch:
         return Position(self._at_incarnation, dict(self._at), dict(self._at_epochs))
 
     async def _next_event(self) -> list[Change]:
-        await self.open()
+        await self._stands()
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -652,19 +682,23 @@ class Mirror(Mapping[bytes, bytes]):
         await self.close()
 
     async def open(self) -> None:
-        """Returns once the state is here. Raises what the broker refuses the watch with."""
+        """Returns once the state is here. Raises what the broker refuses the watch with; where it raises, or is cancelled, the mirror is
+        closed."""
         if self._task is None:
             self._task = asyncio.ensure_future(self._follow())
-        while self._next is not None:
-            await self._change()
+        try:
+            while self._next is not None:
+                await self._change()
+        except BaseException:
+            self._watch.close()
+            self._task.cancel()
+            raise
 
     async def close(self) -> None:
         """Stop following; what was last known stays readable."""
         self._watch.close()
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError, FelixError):
-                await self._task
+            await end_tasks(self._task)
 
     async def _follow(self) -> None:
         try:
@@ -672,6 +706,12 @@ class Mirror(Mapping[bytes, bytes]):
                 for change in await self._watch.changes():
                     self._apply(change)
                 self._changed.set()
+        except FelixError as error:
+            self._error = error
+        except asyncio.CancelledError:
+            # Whoever waits for a change is not cancelled.
+            self._error = UnavailableError("The mirror was closed.", code=Code.DISCONNECTED)
+            raise
         except BaseException as error:
             self._error = error
             raise
@@ -767,15 +807,22 @@ def _passes(error: UnavailableError) -> bool:
 
 def key_bytes(key: Key, *, empty: bool = False) -> bytes:
     """A key as it travels: text as UTF-8. Raises RequestError(INVALID)."""
-    data = key.encode() if isinstance(key, str) else bytes(key)
+    data = _encoded(key) if isinstance(key, str) else bytes(key)
     if len(data) > KEY_BYTES_MAX or (not data and not empty):
         raise RequestError(f"A key has 1 to {KEY_BYTES_MAX} bytes, not {len(data)}.")
     return data
 
 
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"This text cannot be sent: {error}.") from error
+
+
 def value_bytes(value: Value) -> bytes:
     """A value as it travels. Raises RequestError(BATCH_TOO_LARGE)."""
-    data = value.encode() if isinstance(value, str) else bytes(value)
+    data = _encoded(value) if isinstance(value, str) else bytes(value)
     if len(data) > wire.VALUE_BYTES_MAX:
         raise RequestError(
             f"A value of {len(data)} bytes; {wire.VALUE_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE

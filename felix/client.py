@@ -122,6 +122,9 @@ STREAM_PUBLISHERS_MAX: Final = 64
 """Publishers that `Stream.publish` opens by itself; the least recently used is closed for a new one. Below the 100
 QUIC streams of a session, so that publishers made by hand find room."""
 
+LEAVE_S: Final = 5.0
+"""How long a client that is left with an exception waits for what is under way: its error is not to be told minutes later, because no broker answers."""
+
 LISTED_TIMEOUT_S: Final = 2.0
 """How long a listing waits for the broker that leads one of its streams."""
 
@@ -221,7 +224,7 @@ class RegionClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        await self._close(None if kind is None else LEAVE_S)
 
     async def open(self) -> None:
         """Connect. Raises UnavailableError where no broker answers in time, RequestError where profile, identity or
@@ -259,27 +262,41 @@ class RegionClient:
         return replace(profile, identity=identity) if isinstance(identity, Identity | Path) else profile
 
     async def close(self) -> None:
-        """Flush what `Stream.publish` still has open, end every subscription and the session. Idempotent."""
+        """Flush what `Stream.publish` still has open, end every subscription and the session. Idempotent. Where the client is left with an
+        exception, that has 5 s."""
+        await self._close(None)
+
+    async def _close(self, flush_s: float | None) -> None:
         connection = self._connection
         if connection is None:
             return
         for cache in self._caches.values():
             cache.close()
         publishers, self._publishers = self._publishers, OrderedDict()
-        for queue in self._queues.values():
-            with suppress(FelixError):
-                await queue.flush()
-            queue.close()
-        for publisher in publishers.values():
-            # The publishing call awaits the outcome; here it is only given time to arrive.
-            with suppress(FelixError):
-                await publisher.close()
-        if self._transactions is not None:
-            self._transactions.close()
-            self._transactions = None
-        if self._keeper is not None:
-            await self._keeper.close()
-        await connection.close()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(flush_s):
+                    for queue in self._queues.values():
+                        with suppress(FelixError):
+                            await queue.flush()
+                    for publisher in publishers.values():
+                        # The publishing call awaits the outcome; here it is only given time to arrive.
+                        with suppress(FelixError):
+                            await publisher.close()
+        finally:
+            # Also where whoever closes is cancelled: nobody else could.
+            for queue in self._queues.values():
+                queue.close()
+            for publisher in publishers.values():
+                publisher.abort()
+            if self._transactions is not None:
+                self._transactions.close()
+                self._transactions = None
+            try:
+                if self._keeper is not None:
+                    await self._keeper.close()
+            finally:
+                await connection.close()
 
     @property
     def connection(self) -> RegionConnection:
@@ -723,18 +740,25 @@ class RegionClient:
         return self.connection.runtime.random.getrandbits(63) or 1
 
     async def _publisher(self, name: StreamName) -> Publisher:
-        publisher = self._publishers.get(name)
-        if publisher is None or publisher.is_over:
-            if len(self._publishers) >= STREAM_PUBLISHERS_MAX:
-                for other, idle in list(self._publishers.items()):
-                    if not idle.held_bytes:
-                        del self._publishers[other]
-                        await idle.close()
-                        break
-            linger_ms, compress = self._publishing.get(name, (0.0, 0))
-            publisher = self.stream(name).publisher(linger_ms=linger_ms, compress=compress)
-            self._publishers[name] = publisher
-        self._publishers.move_to_end(name)
-        if not publisher.shards:
-            await publisher.open()
-        return publisher
+        while True:
+            publisher = self._publishers.get(name)
+            if publisher is None or publisher.is_over:
+                if len(self._publishers) >= STREAM_PUBLISHERS_MAX:
+                    self._close_idle_publisher()
+                linger_ms, compress = self._publishing.get(name, (0.0, 0))
+                publisher = self.stream(name).publisher(linger_ms=linger_ms, compress=compress)
+                self._publishers[name] = publisher
+            self._publishers.move_to_end(name)
+            if publisher.shards:
+                return publisher
+            await publisher._stands()
+            if not publisher.is_over:
+                return publisher
+
+    def _close_idle_publisher(self) -> None:
+        """The least recently used one that nobody waits for: neither until it is open nor for an acknowledgement."""
+        for name, publisher in self._publishers.items():
+            if publisher.is_over or (publisher.shards and not publisher.held_bytes):
+                del self._publishers[name]
+                publisher.abort()
+                return

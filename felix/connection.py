@@ -202,14 +202,21 @@ class RegionConnection:
 
     async def close(self) -> None:
         """End the connection; every waiting caller gets an error. Idempotent."""
-        if self._first is None:
-            await self._routes.close()
-        self._die(
-            UnavailableError(
-                f"The connection to region {self.profile.region} was closed by this client.",
-                code=Code.DISCONNECTED,
+        try:
+            if self._first is None:
+                await self._routes.close()
+        finally:
+            self._die(
+                UnavailableError(
+                    f"The connection to region {self.profile.region} was closed by this client.",
+                    code=Code.DISCONNECTED,
+                )
             )
-        )
+            if self._task is not None:
+                # Also where whoever closes is cancelled meanwhile.
+                self._task.cancel()
+            if self._link is not None:
+                self._link.close()
         if self._task is not None:
             await end_tasks(self._task)
         link = self._link

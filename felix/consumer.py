@@ -330,7 +330,22 @@ class Consumer:
 
     async def open(self) -> None:
         """Join the subscription's consumers, if that has not been done. Raises what the broker refuses it with: CONFLICT where
-        the subscription has other settings, NOT_FOUND where there is none and no settings are given; UnavailableError(TIMEOUT)."""
+        the subscription has other settings, NOT_FOUND where there is none and no settings are given; UnavailableError(TIMEOUT). Where it
+        raises, or is cancelled, the consumer is closed: else it would be given shards that nobody reads."""
+        if self._ended is not None:
+            raise self._ended
+        try:
+            await self._stands()
+        except FelixError as error:
+            self._ended = self._ended or error
+            self._exchange.close()
+            raise
+        except BaseException:
+            self._end()
+            raise
+
+    async def _stands(self) -> None:
+        """As `open`; but where who waits is cancelled, it joins all the same."""
         if not self._started:
             self._started = True
             await self._exchange.open()
@@ -344,14 +359,20 @@ class Consumer:
         self._parts.clear()
         self._cursor.end()
         self._in_hand = None
-        if self._started and self._exchange.is_open:
-            try:
+        try:
+            if self._started and self._exchange.is_open:
                 async with asyncio.timeout(LEAVE_S):
                     await self._acks.drain()
                     self._lose_shares()
                     await self._exchange.call(Leave(), again=False)
-            except (FelixError, TimeoutError) as error:
-                _log.info("%s of %s left without a word: %s", self.name, self.stream, error)
+        except (FelixError, TimeoutError) as error:
+            _log.info("%s of %s left without a word: %s", self.name, self.stream, error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing is received any more; the broker hears of it."""
+        self._closed = True
         self._exchange.close()
         self._lose_shares()
         self._wake()
@@ -423,7 +444,7 @@ class Consumer:
 
     async def _next_or_none(self) -> ConsumerBatch | None:
         """None once the consumer is closed here. Raises what ended it."""
-        await self.open()
+        await self._stands()
         while True:
             while self._parts:
                 batch = self._parts.popleft()
@@ -517,8 +538,12 @@ class Consumer:
         return await self._acked(record.shard, record.generation, _ranges_of(record))
 
     def ack_nowait(self, record: ConsumerRecord | ConsumerBatch) -> asyncio.Future[bool]:
-        """As `ack`; the future tells."""
-        return asyncio.ensure_future(self.ack(record))
+        """As `ack`, and asked for at once; the future tells."""
+        if self._gather(record.shard, record.generation, _ranges_of(record)):
+            return self._acks.outcome(record.shard)
+        told: asyncio.Future[bool] = self._loop.create_future()
+        told.set_result(False)
+        return told
 
     async def ack_through(self, record: ConsumerRecord | ConsumerBatch) -> bool:
         """All of the record's shard that was handed out, up to and including the record, is done. Returns as `ack`."""
@@ -545,7 +570,8 @@ class Consumer:
             record.generation,
             [edge for each in ranges for edge in each],
             -1 if delay is None else max(0, round(delay * 1000)),
-            reason[:4096],
+            # What an error says may be no text: names of files need not be.
+            reason[:4096].encode(errors="backslashreplace").decode()[:4096],
         )
         try:
             await self._acks.ask(call)

@@ -66,12 +66,12 @@ class Acknowledgements:
         for first, following in ranges:
             gathered.add(first, following)
 
-    async def outcome(self, shard: int) -> bool:
-        """Whether what was added of a shard in this iteration counted. Raises FelixError where the broker refused it."""
+    def outcome(self, shard: int) -> asyncio.Future[bool]:
+        """Whether what was added of a shard in this iteration counted. Awaited: raises FelixError where the broker refused it."""
         assert self._flush is not None, "added in the same iteration"
         told: asyncio.Future[bool] = self._loop.create_future()
         self._flush.waiting.append((shard, told))
-        return await told
+        return told
 
     def holds(self, shard: int) -> bool:
         """Whether something of a shard is asked for and not answered."""
@@ -127,6 +127,8 @@ class Acknowledgements:
             for _, told in flush.waiting:
                 if not told.done():
                     told.set_exception(error)
+                    # A program that does not wait for it sees it in the log, not in a warning about the future.
+                    told.exception()
         else:
             if lost:
                 self._lost(lost)

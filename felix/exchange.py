@@ -20,15 +20,19 @@ from typing import Any, Final, Protocol, TypeGuard
 
 from felix.backoff import Backoff
 from felix.connection import RegionConnection
-from felix.errors import Code, FelixError, NotLeaderError, UnavailableError, protocol_breach
+from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError, protocol_breach
 from felix.frames import Credit, Frame, FrameDecoder, FrameType
 from felix.link import Link
-from felix.messages import Answer, Message, Request, decode_answer, decode_error, encode_message
+from felix.messages import Answer, Message, Request, decode_answer, decode_error, encode_call, encode_request
 from felix.names import StreamName
 
 CALLS_MAX: Final = 256
 """Calls of one exchange under way at once, well below what a broker refuses."""
 CORRELATION_MAX: Final = (1 << 32) - 1
+_OPENING: Final = 1
+"""The correlation of the request that opens an exchange."""
+_LATE: Final = "felix: unanswered"
+"""What a call is cancelled with that was not answered in time."""
 MOVES_AT_ONCE: Final = 2
 """Brokers that send an exchange on before it pauses: two that name each other have not heard of the same election."""
 
@@ -77,6 +81,8 @@ class Exchange:
         self._listener = listener
         self._room = asyncio.Semaphore(calls_max)
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._undo: dict[int, Callable[[Any], object]] = {}
+        """Of calls whose reply is undone where their caller was cancelled before it came."""
         self._last_correlation = 0
         self._standing_link: Link | None = None
         """The link that stands, whether the exchange is open on it or not."""
@@ -118,9 +124,17 @@ class Exchange:
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    async def call(self, message: Message, *, again: bool, timeout_s: float | None = None) -> Any:
+    async def call(
+        self,
+        message: Message,
+        *,
+        again: bool,
+        timeout_s: float | None = None,
+        undo: Callable[[Any], object] | None = None,
+    ) -> Any:
         """One call and its reply, decoded. `again`: asking twice does no harm, so a lost or refused-for-now one is. One that a broker
-        refuses because it does not lead the stream has done nothing, and is asked again whatever it is.
+        refuses because it does not lead the stream has done nothing, and is asked again whatever it is. `undo` is called with a reply
+        that comes after the caller was cancelled, or had waited long enough.
 
         Raises what the broker refuses it with, or ended the exchange with meanwhile; UnavailableError: TIMEOUT, or DISCONNECTED
         where it is not known whether it was carried out.
@@ -129,7 +143,7 @@ class Exchange:
         backoff: Backoff | None = None
         if not again and self._is_open and not self._room.locked():
             try:
-                return await self._call_at_once(message, limit_s)
+                return await self._call_at_once(message, limit_s, undo)
             except NotLeaderError as error:
                 if self._dead is not None:
                     raise
@@ -141,7 +155,7 @@ class Exchange:
                     if not self._is_open:
                         await self._wait_open()
                     try:
-                        return await self._ask(message)
+                        return await self._ask(message, undo)
                     except UnavailableError as error:
                         if not (again or isinstance(error, NotLeaderError)) or self._dead is not None:
                             raise
@@ -150,22 +164,25 @@ class Exchange:
         except TimeoutError:
             raise self._unanswered(message, limit_s) from None
 
-    async def _call_at_once(self, message: Message, limit_s: float) -> Any:
+    async def _call_at_once(
+        self, message: Message, limit_s: float, undo: Callable[[Any], object] | None
+    ) -> Any:
         """As `call` where nothing has to be waited for first: a timer instead of a timeout, which costs more than the rest."""
         await self._room.acquire()
         loop = asyncio.get_running_loop()
-        number, future = self._post(message, loop)
-        timer = loop.call_later(limit_s, self._time_out, future, message, limit_s)
+        timer: asyncio.TimerHandle | None = None
         try:
-            return await future
+            number, future = self._post(message, loop)
+            timer = loop.call_later(limit_s, future.cancel, _LATE)
+            return await self._reply(number, future, undo)
+        except asyncio.CancelledError as error:
+            if error.args != (_LATE,):
+                raise
+            raise self._unanswered(message, limit_s) from None
         finally:
-            timer.cancel()
-            self._calls.pop(number, None)
+            if timer is not None:
+                timer.cancel()
             self._room.release()
-
-    def _time_out(self, future: asyncio.Future[Any], message: Message, limit_s: float) -> None:
-        if not future.done():
-            future.set_exception(self._unanswered(message, limit_s))
 
     def _unanswered(self, message: Message, limit_s: float) -> UnavailableError:
         return UnavailableError(
@@ -174,12 +191,30 @@ class Exchange:
             hint="Is the region up? `felix region status` tells.",
         )
 
-    async def _ask(self, message: Message) -> Any:
+    async def _ask(self, message: Message, undo: Callable[[Any], object] | None) -> Any:
         number, future = self._post(message, asyncio.get_running_loop())
+        return await self._reply(number, future, undo)
+
+    async def _reply(
+        self, number: int, future: asyncio.Future[Any], undo: Callable[[Any], object] | None
+    ) -> Any:
+        if undo is not None:
+            self._undo[number] = undo
         try:
             return await future
+        except asyncio.CancelledError:
+            if undo is not None and future.done() and not future.cancelled() and future.exception() is None:
+                # It came in the event loop iteration in which the caller was cancelled.
+                undo(future.result())
+            raise
         finally:
-            self._calls.pop(number, None)
+            # One that is cancelled and can be undone stays until its reply comes.
+            if not (future.cancelled() and number in self._undo):
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._calls.pop(number, None)
+        self._undo.pop(number, None)
 
     def _post(self, message: Message, loop: asyncio.AbstractEventLoop) -> tuple[int, asyncio.Future[Any]]:
         """Send a call; its correlation id, and what will have its reply."""
@@ -190,10 +225,11 @@ class Exchange:
             number = number + 1 if number < CORRELATION_MAX else 1
             if number not in self._calls:
                 break
+        frame = encode_call(message, number)
         self._last_correlation = number
         future: asyncio.Future[Any] = loop.create_future()
         self._calls[number] = future
-        link.send_exchange(self._stream_id, encode_message(FrameType.CALL, message, number))
+        link.send_exchange(self._stream_id, frame)
         return number, future
 
     def tell(self, message: Message) -> None:
@@ -201,7 +237,7 @@ class Exchange:
         if self._is_open and self._link is not None:
             self._last_correlation = self._last_correlation % CORRELATION_MAX + 1
             if self._last_correlation not in self._calls:
-                frame = encode_message(FrameType.CALL, message, self._last_correlation)
+                frame = encode_call(message, self._last_correlation)
                 self._link.send_exchange(self._stream_id, frame)
 
     def extend_credit(self, limit_bytes: int) -> None:
@@ -243,13 +279,19 @@ class Exchange:
     def _begin(self, link: Link) -> None:
         self._decoder = FrameDecoder(_INBOUND)
         try:
+            request = encode_request(self._request(), _OPENING)
+        except RequestError as error:
+            # Not the link's concern, nor that of others who live on it.
+            self._end(error)
+            return
+        try:
             self._stream_id = link.open_exchange(self)
         except UnavailableError as error:
             self._again(error)
             return
         self._link = link
-        self._opening = 1
-        link.send_exchange(self._stream_id, encode_message(FrameType.REQUEST, self._request(), self._opening))
+        self._opening = _OPENING
+        link.send_exchange(self._stream_id, request)
 
     def link_down(self, error: FelixError) -> None:
         self._standing_link = None
@@ -289,6 +331,9 @@ class Exchange:
                 future = self._calls.get(frame.correlation)
                 if future is not None and not future.done():
                     future.set_result(self._decode_reply(frame.body))
+                elif (undo := self._undo.get(frame.correlation)) is not None:
+                    self._forget(frame.correlation)
+                    undo(self._decode_reply(frame.body))
             case FrameType.REPLY:
                 if listener is not None:
                     listener.event(self._decode_reply(frame.body))
@@ -314,6 +359,8 @@ class Exchange:
         if future is not None:
             if not future.done():
                 future.set_exception(_unknown(error, error.retry_after_ms) if _is_of_lease(error) else error)
+            else:
+                self._forget(correlation)
         elif not correlation or correlation == self._opening:
             # The exchange as a whole: worth another try only where the broker says that it will pass.
             if not isinstance(error, UnavailableError):
@@ -341,6 +388,7 @@ class Exchange:
         self._link = None
         self._opening = 0
         calls, self._calls = self._calls, {}
+        self._undo.clear()
         is_final = self._dead is not None and not isinstance(error, UnavailableError)
         unanswered = error if is_final else _unknown(error)
         for future in calls.values():

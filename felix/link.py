@@ -26,7 +26,6 @@ from felix.errors import (
     FelixError,
     NotLeaderError,
     ProtocolError,
-    RequestError,
     UnavailableError,
     error_for,
     protocol_breach,
@@ -458,7 +457,7 @@ class Link:
         correlation = self.register(ask)
         try:
             frame = encode_request(request, correlation)
-        except RequestError:
+        except BaseException:
             self._waiting.forget(correlation)
             self.release_ask()
             raise

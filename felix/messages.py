@@ -1206,13 +1206,38 @@ T = TypeVar("T")
 
 
 def encode_message(type_: FrameType, message: Message, correlation: int = 0) -> bytes:
-    """A whole control frame."""
-    return encode_frame(type_, _encoder.encode(message), correlation)
+    """A whole control frame. Raises RequestError(INVALID) where something in the message cannot be written."""
+    return encode_frame(type_, _encode(message), correlation)
+
+
+def _encode(message: Message) -> bytes:
+    try:
+        return _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        # A whole number of more than 64 bits, say, or text with half a surrogate pair.
+        raise RequestError(f"This {type(message).__name__} cannot be sent: {error}.") from error
+
+
+def encode_call(call: Message, correlation: int) -> bytes:
+    """The frame of a call on an exchange. Raises RequestError(INVALID) where something in it is not as a broker takes it: that would end
+    the session, for all who use it."""
+    return encode_frame(FrameType.CALL, _checked(call), correlation)
+
+
+def _checked(message: Message) -> bytes:
+    """It is decoded as its receiver will: msgspec holds no field to its bounds before."""
+    body = _encode(message)
+    try:
+        msgspec.msgpack.decode(body, type=type(message))
+    except msgspec.ValidationError as error:
+        raise RequestError(f"This {type(message).__name__} cannot be sent: {error}.") from error
+    return body
 
 
 def encode_request(request: Message, correlation: int) -> bytes:
-    """A request's whole frame. Raises RequestError(FRAME_TOO_LARGE): a broker would end the session for it."""
-    body = _encoder.encode(request)
+    """A request's whole frame. Raises RequestError: FRAME_TOO_LARGE, for which a broker would end the session; INVALID where something in
+    it is not as a broker takes it, for which it would end the session, too."""
+    body = _checked(request)
     if len(body) > CONTROL_BYTES_MAX:
         raise RequestError(
             f"A {type(request).__name__} of {len(body)} bytes is larger than a request may be: {CONTROL_BYTES_MAX} bytes.",

@@ -14,6 +14,7 @@ Invariants beside the core's:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
@@ -57,6 +58,8 @@ from felix.publisher_core import (
     StreamRefused,
     TimeCame,
 )
+
+_log = logging.getLogger("felix.publisher")
 
 STOOD_STILL_S: Final = 1.0
 """A timer that comes so much later than it was set for: the process, or the whole machine, stood still."""
@@ -177,7 +180,8 @@ class Publisher:
         self._started = False
         self._closed = False
         self._room: deque[asyncio.Future[None]] = deque()
-        self._idle: list[asyncio.Future[None]] = []
+        self._flushing: list[tuple[int, asyncio.Future[None]]] = []
+        """who waits until so many records are dealt with"""
         self._iteration_end = False
         self._yield_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -200,7 +204,16 @@ class Publisher:
             self.abort()
 
     async def open(self) -> None:
-        """Open the publish stream. Raises what the broker refuses it with, UnavailableError(TIMEOUT) without an answer."""
+        """Open the publish stream. Raises what the broker refuses it with, UnavailableError(TIMEOUT) without an answer. Where it raises, or
+        is cancelled, the publisher is closed."""
+        try:
+            await self._stands()
+        except BaseException:
+            self.abort()
+            raise
+
+    async def _stands(self) -> None:
+        """As `open`; but who waits and is cancelled leaves it to be opened all the same."""
         if not self._started:
             self._started = True
             self._region.attach(self, self.stream)
@@ -219,12 +232,19 @@ class Publisher:
             ) from None
 
     async def close(self) -> None:
-        """Flush, then end the publish stream. Raises what `flush` raises; the publisher is closed in any case."""
+        """Flush, then end the publish stream. Raises what `flush` raises, unless that was told before; the publisher is closed in any
+        case."""
         if self._closed:
             return
+        core = self._core
         try:
-            if self._core.failed is None:
+            if core.failed is None:
                 await self.flush()
+                while core.held_bytes:
+                    # Other tasks have gone on sending.
+                    await self.flush()
+            elif core.error is not None:
+                raise self._over(core.error)
         finally:
             self.abort()
 
@@ -273,9 +293,12 @@ class Publisher:
         """Put one record into its batch; returns at once while there is room, else waits for it.
 
         Raises RequestError where the record itself cannot be (too large, key or headers invalid), and the error of
-        an earlier refused batch, once. Bytes are taken as they are; a bytearray or memoryview is copied.
+        an earlier refused batch, once: this record is not taken then, nor where the call is cancelled. Bytes are taken as they are; a
+        bytearray or memoryview is copied.
         """
         core = self._core
+        if self._yield_due:
+            await self._yield()
         if core.error is not None or core.failed is not None or not core.accumulators:
             await self._check()
         if core.held_bytes >= core.buffer_bytes:
@@ -287,8 +310,6 @@ class Publisher:
         added = core.add(payload, key, headers)
         if added is not None:
             self._added(added)
-        if self._yield_due:
-            await self._yield()
 
     async def _give(self, payload: Payload, key: RecordKey | None, headers: Headers | None) -> None:
         """As `send`; but the error of an earlier batch is left for the next `send` or `flush`."""
@@ -450,12 +471,18 @@ class Publisher:
         """
         core = self._core
         if core.failed is not None:
-            raise core.failed
+            raise self._over(core.failed)
         self._step(FLUSHED)
-        while core.held_bytes and core.failed is None:
+        given = core.given
+        if core.settled < given:
             future: asyncio.Future[None] = self._loop.create_future()
-            self._idle.append(future)
-            await future
+            waiting = given, future
+            self._flushing.append(waiting)
+            try:
+                await future
+            finally:
+                if waiting in self._flushing:
+                    self._flushing.remove(waiting)
         await self._check()
 
     def _require_acks(self) -> None:
@@ -468,12 +495,17 @@ class Publisher:
         """Raise what there is to raise; wait until the stream is open."""
         core = self._core
         if core.failed is not None:
-            raise core.failed
+            raise self._over(core.failed)
         if core.error is not None:
             error, core.error = core.error, None
             raise error
         if not core.accumulators:
-            await self.open()
+            await self._stands()
+
+    def _over(self, error: FelixError) -> FelixError:
+        """What ended the publisher: whoever is told so is told of all that was given up with it."""
+        self._core.error = None
+        return error
 
     async def _ready_for_more(self) -> None:
         """As `_check` and `_wait_for_room`, for those who are told what becomes of their records themselves."""
@@ -498,7 +530,7 @@ class Publisher:
                 # A waiter that is woken but leaves must wake the next one.
                 self._wake_for_room()
             if core.failed is not None:
-                raise core.failed
+                raise self._over(core.failed)
 
     def _wake_for_room(self) -> None:
         while self._room and self._core.held_bytes < self._core.buffer_bytes:
@@ -542,7 +574,7 @@ class Publisher:
         self._yield_due = False
         await asyncio.sleep(0)
         if self._core.failed is not None:
-            raise self._core.failed
+            raise self._over(self._core.failed)
 
     def _iteration_ended(self) -> None:
         self._iteration_end = False
@@ -572,9 +604,17 @@ class Publisher:
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(refusal.error)
             if self._on_refused is not None:
-                self._on_refused(refusal)
+                self._tell_refused(refusal)
         if ready.reopen:
             self._reopen()
+
+    def _tell_refused(self, refusal: Refusal) -> None:
+        """Call what the application gave; its mistakes are its own, and end neither the publisher nor the session."""
+        assert self._on_refused is not None
+        try:
+            self._on_refused(refusal)
+        except Exception:
+            _log.exception("on_refused of a publisher into %s failed", self.stream)
 
     def pump(self) -> None:
         """Send what may be sent now, as far as credit and backlog allow."""
@@ -595,8 +635,8 @@ class Publisher:
                     break
         if self._room:
             self._wake_for_room()
-        if self._idle and not core.held_bytes:
-            self._wake_idle()
+        if self._flushing:
+            self._wake_flushing()
         if core.wake_at < self._timer_at:
             self._arm()
 
@@ -613,10 +653,11 @@ class Publisher:
             self._core.sent(batch, flight)
         link.send_batch(self._stream_id, frame)
 
-    def _wake_idle(self) -> None:
-        idle, self._idle = self._idle, []
-        for waiter in idle:
-            if not waiter.done():
+    def _wake_flushing(self) -> None:
+        core = self._core
+        settled = inf if core.failed is not None else core.settled
+        for given, waiter in self._flushing:
+            if given <= settled and not waiter.done():
                 waiter.set_result(None)
 
     def _arm(self) -> None:
@@ -752,4 +793,4 @@ class Publisher:
         for waiter in waiting:
             if not waiter.done():
                 waiter.set_result(None)
-        self._wake_idle()
+        self._wake_flushing()

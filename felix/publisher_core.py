@@ -467,6 +467,15 @@ class PublisherCore:
                 firsts.append(accumulator.first)
         return PublishProgress(self.given, self.acknowledged_records, min(firsts), dict(self._offsets))
 
+    @property
+    def settled(self) -> int:
+        """How many records, from the first on, are dealt with or in no closed batch yet."""
+        settled = self.given
+        for accumulator in self.accumulators:
+            if accumulator.unacknowledged and accumulator.unacknowledged[0].first < settled:
+                settled = accumulator.unacknowledged[0].first
+        return settled
+
     # -- records in -----------------------------------------------------------------------------------
 
     def add(

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from math import inf, isfinite
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -61,7 +62,15 @@ from felix.queue_messages import (
     decode_reply,
 )
 from felix.queue_messages import Job as LeasedJob
-from felix.settings import QueueChange, QueueSettings, Retries, RetriesChange, Views
+from felix.settings import (
+    VISIBILITY_MS_MAX,
+    VISIBILITY_MS_MIN,
+    QueueChange,
+    QueueSettings,
+    Retries,
+    RetriesChange,
+    Views,
+)
 
 PREFETCH_DEFAULT: Final = 64
 PREFETCH_MAX: Final = 100_000
@@ -76,6 +85,8 @@ WAIT_S_MAX: Final = 20.0
 """A lease that waits longer asks again: well below the time that a request may take."""
 HEARTBEAT: Final = 3
 """Leases are extended three times per visibility."""
+ROOM_AGAIN_S: Final = 0.005
+"""How long a put waits for room in a buffer that other calls have filled."""
 JOB_OVERHEAD_BYTES: Final = 64
 """Bytes that the broker counts for a job in addition to payload, key and headers."""
 
@@ -161,12 +172,12 @@ class Job:
     def nack(self, *, delay: float | None = None, reason: str = "") -> asyncio.Future[None]:
         """Give the job back, for after `delay` seconds (None: as the queue's retries say). With its last attempt it goes to the dead
         letters, with the reason. Raises as `ack`."""
-        delay_ms = -1 if delay is None else max(0, round(delay * 1000))
+        delay_ms = -1 if delay is None else max(0, _ms(delay))
         return self._settle("nack", delay_ms, reason[:REASON_CHARS_MAX])
 
     def extend(self, visibility: float | None = None) -> asyncio.Future[None]:
         """Keep the job for `visibility` seconds from now (None: as the queue says). Raises as `ack`."""
-        visibility_ms = 0 if visibility is None else round(visibility * 1000)
+        visibility_ms = _ms(visibility)
         return self._settler.settle("extend", self, visibility_ms)
 
     def release(self) -> asyncio.Future[None]:
@@ -256,7 +267,25 @@ class _Settler:
         """Return once everything said so far is answered."""
         self.send()
         if self._tasks:
-            await asyncio.gather(*self._tasks)
+            # Not gathered: where whoever waits is cancelled, what was said is said all the same, and its callers hear of it.
+            await asyncio.wait(tuple(self._tasks))
+
+    def tell(self, tell: Callable[[Any], None]) -> None:
+        """As `send`, without waiting for an answer: whoever does is told that none will come."""
+        unanswered = UnavailableError(
+            "The consumer was closed before this was answered.",
+            code=Code.DISCONNECTED,
+            hint="Whether it was carried out is not known; where it was not, the job comes again.",
+        )
+        gathered, self._gathered, self._count = self._gathered, {}, 0
+        for settlement, some in gathered.items():
+            runs = held_runs(job._body for job, _ in some)
+            for at in range(0, len(runs), RUNS_MAX):
+                tell(_message(settlement, runs[at : at + RUNS_MAX]))
+            for _, future in some:
+                if not future.done():
+                    future.set_exception(unanswered)
+                    future.exception()
 
     async def _say(self, settlement: _Settlement, some: list[tuple[Job, asyncio.Future[None]]]) -> None:
         runs = held_runs(job._body for job, _ in some)
@@ -268,6 +297,11 @@ class _Settler:
                 lost |= {(shard, offset) for shard, offset in settled.lost}
             except FelixError as error:
                 failed = error
+            except asyncio.CancelledError:
+                # The loop ends.
+                for _, future in some:
+                    future.cancel()
+                raise
         if failed is None and not lost:
             for _, future in some:
                 if not future.done():
@@ -300,7 +334,8 @@ def _message(settlement: _Settlement, runs: list[Held]) -> Ack | Nack | Release 
         case "ack":
             return Ack(runs)
         case "nack":
-            return Nack(runs, number, reason)
+            # What an error says may be no text: names of files need not be.
+            return Nack(runs, number, reason.encode(errors="backslashreplace").decode()[:REASON_CHARS_MAX])
         case "release":
             return Release(runs)
         case _:
@@ -368,7 +403,7 @@ class QueueConsumer:
         self._received_records = self._received_bytes = 0
         self._granted_records = self._granted_bytes = 0
         self._grant_due = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._came = asyncio.Event()
         self._error: FelixError | None = None
         self._closing = False
         self._is_open = False
@@ -381,13 +416,26 @@ class QueueConsumer:
     # -- life ------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Begin to receive. Raises what the broker refuses it with; iterating opens by itself."""
+        """Begin to receive. Raises what the broker refuses it with; iterating opens by itself. Where it raises, or is cancelled, the
+        consumer is closed: else it would lease jobs that nobody takes."""
+        if self._error is not None:
+            raise self._error
+        try:
+            await self._stands()
+        except BaseException as error:
+            if isinstance(error, FelixError):
+                self._error = self._error or error
+            else:
+                self._closing = True
+            self._end()
+            raise
+
+    async def _stands(self) -> None:
+        """As `open`; but where who waits is cancelled, jobs come all the same."""
         if self._is_open:
             return
         self._is_open = True
         await self._exchange.open()
-        if self._auto_extend:
-            self._heartbeat = asyncio.ensure_future(self._beat())
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -410,14 +458,26 @@ class QueueConsumer:
             if self._exchange.is_open:
                 with suppress(FelixError):
                     await self._exchange.call(Grant(0, 0), again=False)
-            ready, self._ready = self._ready, deque()
-            if not self._exchange.is_over:
-                for job in ready:
-                    job.release()
+            self._release_ready()
             await self._settler.flush()
         finally:
-            self._exchange.close()
-            self._wake()
+            # Where whoever closes is cancelled, they are said to be given back all the same.
+            self._release_ready()
+            self._settler.tell(self._exchange.tell)
+            self._end()
+
+    def _release_ready(self) -> None:
+        ready, self._ready = self._ready, deque()
+        if not self._exchange.is_over:
+            for job in ready:
+                job.release()
+
+    def _end(self) -> None:
+        """Nothing is received any more."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        self._exchange.close()
+        self._wake()
 
     async def flush(self) -> None:
         """Return once everything said of jobs so far is answered."""
@@ -449,19 +509,16 @@ class QueueConsumer:
             if self._error is not None:
                 raise self._error
             if not self._is_open:
-                await self.open()
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+                await self._stands()
+                continue
+            self._came.clear()
+            await self._came.wait()
         job = self._ready.popleft()
         job._begun = asyncio.get_running_loop().time()
         return job
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._came.set()
 
     async def _beat(self) -> None:
         """Keep the leases of what is here; a lease that is lost is noticed when its job is settled."""
@@ -491,7 +548,7 @@ class QueueConsumer:
         if self._asked_visibility_ms or visibility_ms == self._visibility_ms:
             return
         known, self._visibility_ms = self._visibility_ms, visibility_ms
-        if known and self._heartbeat is not None:
+        if known and self._heartbeat is not None and not self._closing:
             self._extend_held()
             self._heartbeat.cancel()
             self._heartbeat = asyncio.ensure_future(self._beat())
@@ -501,6 +558,8 @@ class QueueConsumer:
     def _opened(self, answer: Answer) -> None:
         if isinstance(answer, QueueOpened):
             self._take_visibility(answer.visibility_ms)
+        if self._auto_extend and self._heartbeat is None:
+            self._heartbeat = asyncio.ensure_future(self._beat())
         # A new exchange starts its count at zero; jobs held here keep their leases and count against the limit.
         self._received_records = self._received_bytes = 0
         self._granted_records = self._granted_bytes = 0
@@ -637,16 +696,20 @@ class Queue:
             stream=self.name,
         )
 
-    async def _call(self, message: Any, *, again: bool = True, timeout_s: float | None = None) -> Any:
+    async def _call(
+        self,
+        message: Any,
+        *,
+        again: bool = True,
+        timeout_s: float | None = None,
+        undo: Callable[[Any], object] | None = None,
+    ) -> Any:
         held = self._calls
         if held is None or held.is_over:
             held = self._calls = self._exchange()
-            try:
-                await held.open()
-            except BaseException:
-                held.close()
-                raise
-        return await held.call(message, again=again, timeout_s=timeout_s)
+            # It stays where whoever opens it is cancelled: other calls wait for it, too.
+            await held.open()
+        return await held.call(message, again=again, timeout_s=timeout_s, undo=undo)
 
     # -- putting ---------------------------------------------------------------------------------------
 
@@ -685,10 +748,19 @@ class Queue:
         if asked is None:
             return await stream.publish_many(payloads, keys)
         each = keys if keys is not None else [None] * len(payloads)
-        waiting = [
-            await stream.publish_nowait(payload, key=key, headers=asked)
-            for payload, key in zip(payloads, each, strict=True)
-        ]
+        waiting: list[asyncio.Future[int]] = []
+        settled = 0
+        for payload, key in zip(payloads, each, strict=True):
+            while True:
+                try:
+                    waiting.append(await stream.publish_nowait(payload, key=key, headers=asked))
+                    break
+                except UnavailableError as error:
+                    if error.code is not Code.LIMIT_MEMORY:
+                        raise
+                    # The buffer is full; another publishing call may have filled it.
+                    await (waiting[settled] if settled < len(waiting) else asyncio.sleep(ROOM_AGAIN_S))
+                    settled += settled < len(waiting)
         return list(await asyncio.gather(*waiting))
 
     # -- working ---------------------------------------------------------------------------------------
@@ -716,6 +788,12 @@ class Queue:
                 f"A worker's name of {len(worker)} characters; {NAME_CHARS_MAX} are allowed.",
                 code=Code.CONFIG_INVALID,
             )
+        visibility_ms = _ms(visibility)
+        if visibility is not None and not VISIBILITY_MS_MIN <= visibility_ms <= VISIBILITY_MS_MAX:
+            raise RequestError(
+                f"A visibility of {visibility} s; {VISIBILITY_MS_MIN / 1000:g} to {VISIBILITY_MS_MAX // 1000} s are allowed.",
+                code=Code.CONFIG_INVALID,
+            )
         if extend_for is not None and not extend_for > 0:
             raise RequestError(f"Leases extended for {extend_for} s; more than 0.", code=Code.CONFIG_INVALID)
         if not 1 <= prefetch <= PREFETCH_MAX or prefetch_bytes < PREFETCH_BYTES_MIN:
@@ -726,7 +804,7 @@ class Queue:
             )
         return QueueConsumer(
             self,
-            visibility_ms=_ms(visibility),
+            visibility_ms=visibility_ms,
             prefetch=prefetch,
             prefetch_bytes=prefetch_bytes,
             auto_extend=auto_extend,
@@ -744,7 +822,8 @@ class Queue:
     ) -> list[Job]:
         """Up to `records` jobs, of together `max_bytes`; waits up to `wait` seconds for the first. An empty list where none came.
 
-        A lease whose answer is lost with the connection runs out by itself. Raises RequestError, UnavailableError.
+        A lease whose answer is lost with the connection runs out by itself; jobs that come after the call was cancelled are given back
+        unseen. Raises RequestError, UnavailableError.
         """
         loop = asyncio.get_running_loop()
         limit = loop.time() + wait
@@ -757,6 +836,7 @@ class Queue:
                     Lease(records, max_bytes, round(wait_s * 1000), _ms(visibility)),
                     again=False,
                     timeout_s=wait_s + self._client.connection.request_timeout_s,
+                    undo=self._give_back,
                 )
             except UnavailableError:
                 if loop.time() >= limit:
@@ -767,6 +847,11 @@ class Queue:
             jobs = [Job(self, self._settler, body, until) for body in found.jobs]
             if jobs or loop.time() >= limit:
                 return jobs
+
+    def _give_back(self, found: Jobs) -> None:
+        """Jobs that nobody waits for any more."""
+        for body in found.jobs:
+            Job(self, self._settler, body, 0.0).release()
 
     async def settle(
         self, verb: str, jobs: Sequence[Held], *, delay: float | None = None, reason: str = ""
@@ -840,11 +925,15 @@ class Queue:
 
 
 def _ms(seconds: float | None) -> int:
-    return 0 if seconds is None else round(seconds * 1000)
+    if seconds is None:
+        return 0
+    if not isfinite(seconds):
+        raise RequestError(f"A time of {seconds} s; it is a number of seconds.")
+    return round(seconds * 1000)
 
 
 def _change_ms(seconds: float | None) -> int | None:
-    return None if seconds is None else round(seconds * 1000)
+    return None if seconds is None else _ms(seconds)
 
 
 def job_headers(
@@ -856,7 +945,7 @@ def job_headers(
 ) -> dict[str, bytes] | None:
     """The record's headers with those that set delay and priority; None if there are none. Raises RequestError(INVALID)."""
     asked = dict(headers) if headers else {}
-    if delay < 0 or (priority is not None and not 0 <= priority <= 9):
+    if not 0 <= delay < inf or (priority is not None and not 0 <= priority <= 9):
         raise RequestError(
             f"A delay of {delay} s and a priority of {priority}; 0 or more, and 0 to 9, are allowed."
         )

@@ -19,6 +19,8 @@ DURATION_MS_MAX: Final = 366 * DAY_MS
 """Nothing here waits longer than a year."""
 VISIBILITY_MS_MIN: Final = 100
 """A lease shorter than a slow round trip would be lost before it arrives."""
+VISIBILITY_MS_MAX: Final = 12 * 3_600_000
+"""A lease may be asked for so long."""
 ATTEMPTS_MAX: Final = 10_000
 DEAD_SUFFIX: Final = ".dead"
 """Of a dead-letter stream that nobody named otherwise."""
@@ -125,7 +127,7 @@ class QueueSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     ordered_by_key: bool = False
 
     def check(self) -> None:
-        _within("visibility", self.visibility_ms, VISIBILITY_MS_MIN, 12 * 3_600_000, "ms")
+        _within("visibility", self.visibility_ms, VISIBILITY_MS_MIN, VISIBILITY_MS_MAX, "ms")
         self.retries.check()
 
 

@@ -312,10 +312,14 @@ class Feed:
     def close(self) -> None:
         """The consumer wants nothing more: tell the broker, and drop what is held."""
         self.closed = True
-        self._let_go()
-        self.end(
+        self.give_up(
             UnavailableError(f"The subscription of {self.stream} was closed here.", code=Code.DISCONNECTED)
         )
+
+    def give_up(self, error: FelixError) -> None:
+        """As `close`; but whoever still asks is told why it is over."""
+        self._let_go()
+        self.end(error)
         self._queue.clear()
 
     # -- the event stream (connection.EventSink) ------------------------------------------------------
@@ -561,6 +565,8 @@ class Subscription:
         self._started = False
         self._in_hand: _Item | None = None
         self._records: Iterator[Record] | None = None
+        self._records_shard = self._records_next = 0
+        """Of `_records`: their shard, and the offset of the next one that is given out."""
         self._feed = Feed(
             connection,
             stream,
@@ -578,7 +584,18 @@ class Subscription:
     # -- life -----------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Subscribe, if that has not been done. Raises what the broker refuses it with, UnavailableError(TIMEOUT)."""
+        """Subscribe, if that has not been done. Raises what the broker refuses it with, UnavailableError(TIMEOUT). Where it raises, or is
+        cancelled, the subscription is closed."""
+        try:
+            await self._stands()
+        except FelixError:
+            raise
+        except BaseException:
+            self._feed.close()
+            raise
+
+    async def _stands(self) -> None:
+        """As `open`; but where who waits is cancelled, it is subscribed all the same."""
         if not self._started:
             self._started = True
             self._region.attach(self._feed, self._feed.stream)
@@ -589,19 +606,18 @@ class Subscription:
             async with asyncio.timeout(self._region.request_timeout_s):
                 await asyncio.shield(self._feed.opened)
         except TimeoutError:
-            refusal = self._feed.refusal
-            self._feed.close()
-            if refusal is not None:
-                # It was tried all the time: what the broker said last says more than that it took long.
-                raise refusal from None
-            raise UnavailableError(
+            # Where it was tried all the time, what the broker said last says more than that it took long.
+            why = self._feed.refusal or UnavailableError(
                 f"No subscription of {self.stream} could be had within {self._region.request_timeout_s:g} s.",
                 code=Code.TIMEOUT,
                 hint="Is the region up?",
-            ) from None
+            )
+            self._feed.give_up(why)
+            raise why from None
 
     async def close(self) -> None:
         """Unsubscribe and drop what is held. Idempotent."""
+        self._feed.positions = self.positions
         self._in_hand = self._records = None
         self._feed.close()
 
@@ -625,8 +641,11 @@ class Subscription:
 
     @property
     def positions(self) -> dict[int, int]:
-        """Per shard, the offset after the last batch given out: where a resume goes on. `offsets=` takes it."""
-        return dict(self._feed.positions)
+        """Per shard, the offset after the last record or batch given out: where a resume goes on. `offsets=` takes it."""
+        if self._records is None:
+            return dict(self._feed.positions)
+        # Of the batch in hand, the records from there on are still to be given out.
+        return {**self._feed.positions, self._records_shard: self._records_next}
 
     @property
     def epochs(self) -> dict[int, list[tuple[int, int]]]:
@@ -659,9 +678,12 @@ class Subscription:
         while True:
             if self._records is not None:
                 for record in self._records:
+                    self._records_next = record.offset + 1
                     return own_record(record)
                 self._records = None
-            self._records = (await self._next_or_stop()).records()
+            batch = await self._next_or_stop()
+            self._records = batch.records()
+            self._records_shard, self._records_next = batch.shard, batch.first_offset
 
     async def _next_or_stop(self) -> ReceivedBatch:
         try:
@@ -685,7 +707,7 @@ class Subscription:
     async def next_batch(self) -> ReceivedBatch:
         """The next batch. Raises what ended the subscription, and GapError where it was asked for."""
         if not self._started or not self._feed.opened.done():
-            await self.open()
+            await self._stands()
         feed = self._feed
         while True:
             if self._in_hand is not None:

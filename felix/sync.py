@@ -815,7 +815,7 @@ class SyncSubscription(RecordIterator):
 
     @property
     def positions(self) -> dict[int, int]:
-        """Per shard, the offset after the last batch given out: where a resume goes on. `offsets=` takes it."""
+        """Per shard, the offset after the last record or batch given out: where a resume goes on. `offsets=` takes it."""
         return self._inner.positions
 
     @property
@@ -1119,7 +1119,8 @@ class SyncQueue(Blocking[Queue]):
     ) -> list[SyncJob]:
         """Up to `records` jobs, of together `max_bytes`; waits up to `wait` seconds for the first. An empty list where none came.
 
-        A lease whose answer is lost with the connection runs out by itself. Raises RequestError, UnavailableError.
+        A lease whose answer is lost with the connection runs out by itself; jobs that come after the call was cancelled are given back
+        unseen. Raises RequestError, UnavailableError.
         """
         return [
             SyncJob(self._background, each)
