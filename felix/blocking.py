@@ -11,7 +11,6 @@ import asyncio
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar
 
@@ -406,20 +405,15 @@ class GatheringPublisher(Blocking[Publisher]):
 class RecordIterator(_Closing[subscription.Subscription]):
     """An iterator of records; one batch is fetched from the background loop at a time. One thread at a time."""
 
-    __slots__ = ("_records",)
-
-    def __init__(self, background: Background, inner: subscription.Subscription) -> None:
-        super().__init__(background, inner)
-        self._records: Iterator[Record] = iter(())
+    __slots__ = ()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Record:
-        while True:
-            for record in self._records:
-                return subscription.own_record(record)
-            self._records = self.next_batch().records()
+        while (record := self._inner._next_in_hand()) is None:
+            self._inner._hold(self.next_batch())
+        return record
 
     def batches(self) -> Iterator[subscription.ReceivedBatch]:
         """Whole batches: the cheapest way per record."""
@@ -444,15 +438,13 @@ class RecordIterator(_Closing[subscription.Subscription]):
         """The next `records` records; fewer where the next batch did not come within `timeout_s` seconds (None: waits)."""
         found: Rows[Record] = Rows()
         while len(found) < records:
-            taken = [
-                subscription.own_record(record) for record in islice(self._records, records - len(found))
-            ]
-            found += taken
-            if not taken:
-                try:
-                    self._records = self.next_batch(timeout_s).records()
-                except TimeoutError:
-                    break
+            if (record := self._inner._next_in_hand()) is not None:
+                found.append(record)
+                continue
+            try:
+                self._inner._hold(self.next_batch(timeout_s))
+            except TimeoutError:
+                break
         return found
 
     @property

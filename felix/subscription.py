@@ -675,15 +675,23 @@ class Subscription:
 
     async def __anext__(self) -> Record:
         """The next record; payload and key are bytes of its own."""
-        while True:
-            if self._records is not None:
-                for record in self._records:
-                    self._records_next = record.offset + 1
-                    return own_record(record)
-                self._records = None
-            batch = await self._next_or_stop()
-            self._records = batch.records()
-            self._records_shard, self._records_next = batch.shard, batch.first_offset
+        while (record := self._next_in_hand()) is None:
+            self._hold(await self._next_or_stop())
+        return record
+
+    def _next_in_hand(self) -> Record | None:
+        """The next record of the batch that is given out record by record; None where it has no more. For `felix.sync`."""
+        if self._records is not None:
+            for record in self._records:
+                self._records_next = record.offset + 1
+                return own_record(record)
+            self._records = None
+        return None
+
+    def _hold(self, batch: ReceivedBatch) -> None:
+        """Give this batch out record by record. For `felix.sync`."""
+        self._records = batch.records()
+        self._records_shard, self._records_next = batch.shard, batch.first_offset
 
     async def _next_or_stop(self) -> ReceivedBatch:
         try:

@@ -306,6 +306,29 @@ async def test_a_refused_batch_takes_nothing_along_that_the_synchronous_publishe
     assert found == [b"%d" % number for number in range(11)]
 
 
+async def test_positions_of_a_blocking_subscription_are_those_of_the_records_that_were_given_out(
+    founded: Path, node: Node, region: felix.RegionClient
+) -> None:
+    await region.create_stream(ORDERS)
+    await region.stream(ORDERS).publish_batch([felix.NewRecord(b"%d" % n) for n in range(10)])
+
+    def script() -> None:
+        profile = replace(felix.load_profile("us-east", home=founded), engine=node.config.engine)
+        with felix.sync.connect(profile=profile) as blocking:
+            orders = blocking.stream(ORDERS)
+            with orders.subscribe("earliest") as subscription:
+                assert [next(subscription).offset for _ in range(4)] == [0, 1, 2, 3]
+                assert subscription.positions == {0: 4}
+                assert [record.offset for record in subscription.take(2)] == [4, 5]
+                kept, epochs = subscription.positions, subscription.epochs
+                assert kept == {0: 6}
+                incarnation = subscription.incarnation
+            with orders.subscribe(offsets=kept, epochs=epochs, incarnation=incarnation) as following:
+                assert next(following).offset == 6
+
+    await asyncio.to_thread(script)
+
+
 async def test_the_synchronous_face(founded: Path, node: Node) -> None:
     """In a thread, as a script would; the broker has this loop."""
 
