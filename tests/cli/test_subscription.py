@@ -118,16 +118,16 @@ def test_records_are_looked_up_by_key_and_time(felix: Felix) -> None:
     felix("stream", "subscribe", ORDERS, "--until", "2999-01-01", refused=True)
 
 
-def test_a_redrive_that_cannot_be_says_where_dead_letters_are_worked_on(felix: Felix) -> None:
-    """Only queues take dead letters back: those of a subscription are a queue by themselves."""
+def test_a_redrive_of_a_queue_that_is_none_names_the_command_for_subscriptions(felix: Felix) -> None:
+    """Those of a subscription are a queue by themselves, and go back to it alone."""
     felix("stream", "create", ORDERS)
     felix("queue", "create", f"{ORDERS}.dead")
     done = CliRunner().invoke(app, ["queue", "redrive", ORDERS])
     assert isinstance(done.exception, FelixError)
-    assert done.exception.hint == f"Work on them there: felix queue consume {ORDERS}.dead"
+    assert done.exception.hint.endswith(f"felix subscription redrive {ORDERS} NAME")
     done = CliRunner().invoke(app, ["queue", "redrive", f"{ORDERS}.dead"])
     assert done.exit_code == 0
     assert (
         f"felix queue redrive {ORDERS})" in done.stderr
-        and f"felix queue consume {ORDERS}.dead)" in done.stderr
+        and f"felix subscription redrive {ORDERS} NAME)" in done.stderr
     )

@@ -38,6 +38,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import StreamConfig
+from region.queue.service import QueueService
 from region.streams.table import StreamTable
 from region.subscriptions.progress import Redelivered
 from region.subscriptions.service import SubscriptionService
@@ -228,7 +229,8 @@ class World:
             runtime=with_wall(lambda: self.now_ms),
         )
         self.meter = self.broker.quotas.enter(str(OPERATOR))
-        self.service = SubscriptionService(self.broker, catalog, self.mirror)
+        self.queues = QueueService(self.broker)
+        self.service = SubscriptionService(self.broker, catalog, self.mirror, self.queues)
         config = StreamConfig(shards=SHARDS, durability=Durability())
         if self.made or self.ends != [0] * SHARDS:
             for record in list(self.mirror.streams.values()):
