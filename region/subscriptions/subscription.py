@@ -288,7 +288,8 @@ class DurableSubscription:
         return self.progress(shard).has_room
 
     def wanted_from(self, shard: int, offset: int) -> int:
-        return self.progress(shard).settled.end_of(offset)
+        progress = self.progress(shard)
+        return progress.settled.end_of(max(offset, progress.committed))
 
     def delivered(self, shard: int, base_offset: int, next_offset: int) -> None:
         progress = self.progress(shard)
