@@ -1,5 +1,5 @@
 """Durable subscriptions against a simple model: thousands of steps of consumers that come, work, fail, stall, die and leave, seeks,
-transactions and restarts. Real journals, real logs, real delivery; only the wire and the clock are the test's."""
+redrives, transactions and restarts. Real journals, real logs, real delivery; only the wire and the clock are the test's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from felix.batch import Batch, NewRecord, decode_header, encode_batch
 from felix.consumer_messages import Nack, ShardAck, SubscriptionAcks
 from felix.errors import Code, FelixError
 from felix.frames import FrameDecoder, FrameType, decode_gap
-from felix.messages import CreateSubscription
+from felix.messages import CreateSubscription, RedriveSubscription
 from felix.names import SpiffeId, StreamName
 from felix.ranges import RangeSet
 from felix.settings import Durability, Retries, SubscriptionSettings
@@ -43,6 +43,7 @@ from region.streams.table import StreamTable
 from region.subscriptions.progress import Redelivered
 from region.subscriptions.service import SubscriptionService
 from region.subscriptions.subscription import DurableSubscription
+from region.views.dead_letter import read_records
 
 # Thousands of syncs, and each takes its time on a slow disk.
 pytestmark = pytest.mark.timeout(900)
@@ -53,7 +54,8 @@ SHARDS = 3
 ACK_TIMEOUT_MS = 20_000_000
 """Longer than all the waits of an example: `stall` alone takes as long."""
 UNACKED_MAX = 40
-ATTEMPTS_MAX = 4
+ATTEMPTS_MAX = (1, 4, 2)
+"""Of one example after the other: with one, dead letters are many."""
 DELAY_MS = 100
 EXAMPLES = 10
 """Of a round: some 3,500 steps. Rounds are played until there are enough."""
@@ -200,13 +202,18 @@ class Player:
 class World:
     """A broker without a wire, its players, and the model: what is settled, and how often each record has failed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, attempts_max: int) -> None:
         self.folder = folder
+        self.attempts_max = attempts_max
         self.store = MemoryStore()
         self.now_ms = 1_000_000_000
         self.ends = [0] * SHARDS
         self.settled: list[set[int]] = [set() for _ in range(SHARDS)]
         self.failures: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self.given: list[set[int]] = [set() for _ in range(SHARDS)]
+        """Given back, and not handed out since."""
+        self.giving: set[tuple[int, int]] = set()
+        """Records that may come at any time, as they are being given back."""
         self.players: list[Player] = []
         self.made = 0
         self.handed = 0
@@ -239,7 +246,7 @@ class World:
         else:
             await self.broker.create_stream(ORDERS, config)
             await self.service.start()
-            retries = Retries(attempts_max=ATTEMPTS_MAX, interval_ms=DELAY_MS, interval_ms_max=DELAY_MS)
+            retries = Retries(attempts_max=self.attempts_max, interval_ms=DELAY_MS, interval_ms_max=DELAY_MS)
             wanted = SubscriptionSettings("earliest", ACK_TIMEOUT_MS, retries, UNACKED_MAX)
             await self.service.create(OPERATOR, CreateSubscription(str(ORDERS), "billing", wanted))
         self.made += 1
@@ -252,6 +259,7 @@ class World:
             player.delivery.close()
         self.players.clear()
         await self.service.close()
+        await self.queues.close()
         await self.broker.streams.close()
         await self.directory.close()
         await self.mirror.close()
@@ -260,17 +268,22 @@ class World:
 
     def handed_out(self, player: Player, shard: int, offset: int, attempt: int) -> None:
         self.handed += 1
+        if (shard, offset) in self.giving:
+            self.giving.discard((shard, offset))
+            self.settled[shard].discard(offset)
         assert offset not in self.settled[shard], "what is settled does not come again"
         failures = self.failures[shard].get(offset, 0)
         assert attempt == failures + 1, (shard, offset, attempt, failures)
-        assert attempt <= ATTEMPTS_MAX
+        assert attempt <= self.attempts_max
         assert self.subscription.progress(shard).generation == player.generations[shard]
         for other in self.players:
             assert offset not in other.held.get(shard, {}), "one consumer at a time has a record"
+        self.given[shard].discard(offset)
 
     def settle(self, shard: int, offset: int) -> None:
         self.settled[shard].add(offset)
         self.failures[shard].pop(offset, None)
+        self.given[shard].discard(offset)
 
     def fail(self, shard: int, offset: int) -> None:
         self.failures[shard][offset] = self.failures[shard].get(offset, 0) + 1
@@ -281,7 +294,7 @@ class World:
             (shard, offset)
             for shard in range(SHARDS)
             for offset, count in self.failures[shard].items()
-            if count >= ATTEMPTS_MAX
+            if count >= self.attempts_max
         ]
         if not dead:
             return False
@@ -292,6 +305,41 @@ class World:
                     await asyncio.sleep(0.001)
                 self.settle(shard, offset)
         return True
+
+    async def letters(self) -> dict[int, tuple[int, int]]:
+        """The dead letters that are not done, by their offsets: for which record of which shard each stands."""
+        held = self.broker.streams.get(StreamName.parse(f"{ORDERS}.dead"))
+        if held is None:
+            return {}
+        (shard,) = (await self.queues.queue(held)).shards
+        wanted = [
+            n for n in range(shard.log.log_start_offset, shard.log.high_watermark) if not shard.is_done(n)
+        ]
+        found: dict[int, tuple[int, int]] = {}
+        for record in await read_records(shard.log, wanted):
+            assert record is not None
+            place = int(record.headers["felix.dead.shard"]), int(record.headers["felix.dead.offset"])
+            found[record.offset] = place
+        return found
+
+    async def redrive(self, records: int) -> None:
+        before = await self.letters()
+        wanted = RedriveSubscription(str(ORDERS), "billing", records)
+        self.giving = set(before.values())
+        redriven = await self.service.redrive(OPERATOR, wanted)
+        after = await self.letters()
+        self.giving.clear()
+        gone = [before[offset] for offset in before if offset not in after]
+        assert redriven.redriven == len(gone) and not redriven.gone and not redriven.full
+        global given
+        given += len(gone)
+        if len(gone) < records:
+            assert redriven.held == len(after)
+            assert set(after.values()) <= set(gone), "one of several dead letters of a record at a time"
+        for number, offset in gone:
+            if offset in self.settled[number]:
+                self.settled[number].discard(offset)
+                self.given[number].add(offset)
 
     def is_settled(self, shard: int, offset: int) -> bool:
         progress = self.subscription.progress(shard)
@@ -344,8 +392,10 @@ class World:
                 await asyncio.sleep(0.0005)
 
 
+examples = 0
 steps = 0
 handed = 0
+given = 0
 restarts = 0
 
 
@@ -354,7 +404,9 @@ class DurableAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="felix-durable-"))
         self.loop = asyncio.new_event_loop()
-        self.world = World(self.folder)
+        global examples
+        self.world = World(self.folder, ATTEMPTS_MAX[examples % len(ATTEMPTS_MAX)])
+        examples += 1
         self.run(self.world.start())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -461,6 +513,8 @@ class DurableAgainstModel(RuleBasedStateMachine):
             # What is below and not in hand (it waits for its next attempt) counts as done, too.
             await self.acknowledge(player, ShardAck(shard, player.generations[shard], through=through))
             for offset in range(through + 1):
+                if offset in self.world.given[shard]:
+                    continue  # nobody was sent it
                 self.world.settle(shard, offset)
                 player.held[shard].pop(offset, None)
                 player.again[shard].pop(offset, None)
@@ -473,15 +527,17 @@ class DurableAgainstModel(RuleBasedStateMachine):
             found = self.record(number)
             if found is None:
                 return
-            player, shard, offset = found
-            future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
-            player.held[shard].pop(offset)
-            self.world.fail(shard, offset)
-            call = Nack(shard, player.generations[shard], [offset, offset + 1], delay, "no")
-            self.world.subscription.nack(player.number, call, future.set_result)
-            assert await future is None
+            await self.fail(*found, delay)
 
         self.step(work())
+
+    async def fail(self, player: Player, shard: int, offset: int, delay: int) -> None:
+        future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
+        player.held[shard].pop(offset)
+        self.world.fail(shard, offset)
+        call = Nack(shard, player.generations[shard], [offset, offset + 1], delay, "no")
+        self.world.subscription.nack(player.number, call, future.set_result)
+        assert await future is None
 
     @precondition(lambda self: self.world.players)
     @rule(number=st.integers(0, 99), shard=st.integers(0, SHARDS - 1))
@@ -547,7 +603,41 @@ class DurableAgainstModel(RuleBasedStateMachine):
             offset = round(self.world.ends[shard] * part)
             self.world.settled[shard] = set(range(offset))
             self.world.failures[shard].clear()
+            self.world.given[shard].clear()
             await self.world.subscription.position({shard: offset})
+
+        self.step(work())
+
+    @rule(records=st.sampled_from([1, 3, 500]))
+    def redrive(self, records: int) -> None:
+        self.step(self.world.redrive(records))
+
+    @rule(numbers=st.lists(st.integers(0, 999), min_size=1, max_size=4), records=st.sampled_from([0, 1, 500]))
+    def spoil(self, numbers: list[int], records: int) -> None:
+        """Some records fail until they are dead letters, of which some are given back at once."""
+
+        async def work() -> None:
+            if not self.world.players:
+                await self.join_one()
+                await self.world.quiet()
+            for number in numbers:
+                found = self.record(number)
+                while found is not None:
+                    player, shard, offset = found
+                    await self.fail(player, shard, offset, 0)
+                    await self.world.quiet()
+                    self.world.subscription._tick()
+                    await self.world.quiet()
+                    found = next(
+                        (
+                            (each, shard, offset)
+                            for each in self.world.players
+                            if offset in each.held.get(shard, ())
+                        ),
+                        None,
+                    )
+            if records:
+                await self.world.redrive(records)
 
         self.step(work())
 
@@ -654,3 +744,4 @@ def test_thousands_of_steps_never_differ_from_the_model(least: int) -> None:
         )
     assert steps >= least
     assert restarts >= restarts_least and handed >= least // 2
+    assert given >= least // 50
