@@ -466,8 +466,6 @@ class Progress:
                 continue
             self.settled.remove(offset, offset + 1)
             self._returning.add(offset, offset + 1)
-        if not self.generation:
-            self.cursor = self.committed
 
     def returned(self, offsets: Iterable[int]) -> None:
         """Their dead letters are gone: as far as they are returning still, they are delivered as for the first time."""
