@@ -457,15 +457,21 @@ class Progress:
         return len(self.settled) + more < RANGES_MAX
 
     def take_back(self, offsets: Iterable[int]) -> None:
-        """These records are settled no more; they are delivered once they have `returned`. Those that are not settled are left as they are."""
+        """These records are settled no more; they are delivered once they have `returned`. One that is out, or waits, is left as it is: it is delivered anyway."""
         for offset in offsets:
             if offset < self.committed:
                 self.settled.add(offset, self.committed)
                 self.committed = offset
-            elif offset not in self.settled:
+            elif self._is_about(offset):
                 continue
             self.settled.remove(offset, offset + 1)
             self._returning.add(offset, offset + 1)
+
+    def _is_about(self, offset: int) -> bool:
+        """Whether the record is with the owner, or is to be delivered again or given up."""
+        outs = (out.ranges for out in (*self._out, *self._unsent))
+        held = (*outs, *self._waiting.values(), *self._reserved.values(), self._returning, self._back)
+        return offset in self._dying or any(offset in ranges for ranges in held)
 
     def returned(self, offsets: Iterable[int]) -> None:
         """Their dead letters are gone: as far as they are returning still, they are delivered as for the first time."""

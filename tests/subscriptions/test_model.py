@@ -340,6 +340,9 @@ class World:
             if offset in self.settled[number]:
                 self.settled[number].discard(offset)
                 self.given[number].add(offset)
+            elif offset in self.subscription.progress(number)._unseen:
+                # A seek had brought it before it was given back, and nobody was sent it since.
+                self.given[number].add(offset)
 
     def is_settled(self, shard: int, offset: int) -> bool:
         progress = self.subscription.progress(shard)
