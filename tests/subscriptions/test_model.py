@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from long_runs import count, seeded
 from runtimes import with_wall
 from slow_runs import only_slow
@@ -54,8 +60,8 @@ SHARDS = 3
 ACK_TIMEOUT_MS = 20_000_000
 """Longer than all the waits of an example: `stall` alone takes as long."""
 UNACKED_MAX = 40
-ATTEMPTS_MAX = (1, 4, 2)
-"""Of one example after the other: with one, dead letters are many."""
+ATTEMPTS_MAX = (1, 2, 4)
+"""With one, dead letters are many."""
 DELAY_MS = 100
 EXAMPLES = 10
 """Of a round: some 3,500 steps. Rounds are played until there are enough."""
@@ -395,7 +401,6 @@ class World:
                 await asyncio.sleep(0.0005)
 
 
-examples = 0
 steps = 0
 handed = 0
 given = 0
@@ -407,9 +412,10 @@ class DurableAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="felix-durable-"))
         self.loop = asyncio.new_event_loop()
-        global examples
-        self.world = World(self.folder, ATTEMPTS_MAX[examples % len(ATTEMPTS_MAX)])
-        examples += 1
+
+    @initialize(attempts_max=st.sampled_from(ATTEMPTS_MAX))
+    def begin(self, attempts_max: int) -> None:
+        self.world = World(self.folder, attempts_max)
         self.run(self.world.start())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -513,11 +519,12 @@ class DurableAgainstModel(RuleBasedStateMachine):
             if found is None:
                 return
             player, shard, through = found
-            # What is below and not in hand (it waits for its next attempt) counts as done, too.
+            # What is below and not in hand (it waits for its next attempt) counts as done, too, but for what was given back and nobody was sent.
+            given = set(self.world.given[shard])
             await self.acknowledge(player, ShardAck(shard, player.generations[shard], through=through))
             for offset in range(through + 1):
-                if offset in self.world.given[shard]:
-                    continue  # nobody was sent it
+                if offset in given:
+                    continue
                 self.world.settle(shard, offset)
                 player.held[shard].pop(offset, None)
                 player.again[shard].pop(offset, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from functools import partial
 
 import msgspec
 import pytest
@@ -95,6 +96,11 @@ class Life:
         return {n for n in range(RECORDS) if n >= self.progress.committed and n not in self.progress.settled}
 
 
+def note(told: set[int], some: list[int], error: FelixError | None) -> None:
+    if error is None:
+        told.update(some)
+
+
 async def test_the_process_ends_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each record the dead letter has the same number; all that is unsettled, and whose dead letter is gone, is delivered and acknowledged."""
     monkeypatch.setattr(module, "RETRY_S_MIN", 0.001)
@@ -116,11 +122,7 @@ async def test_the_process_ends_anywhere(monkeypatch: pytest.MonkeyPatch) -> Non
                     entry = Returning(BILLING, "acme/ops/orders.dead", bytes(16), 0, some, some)
                     life.progress.take_back(some)
 
-                    def done(error: FelixError | None, some: list[int] = some) -> None:
-                        if error is None:
-                            told.update(some)
-
-                    life.returns.begin(entry, done)
+                    life.returns.begin(entry, partial(note, told, some))
                 await asyncio.sleep(chance.uniform(0, 0.012))
                 if not life.buffer and chance.random() < 0.3:
                     life.snapshot()
