@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from long_runs import count
 from region_home import running
 from region_peer import client
 
@@ -30,9 +32,9 @@ async def publish(region: felix.RegionClient, *payloads: bytes, shard: int = 0) 
     await region.stream(ORDERS).publish_batch([NewRecord(each) for each in payloads], shard=shard)
 
 
-async def take(consumer: Consumer, count: int) -> list[ConsumerRecord]:
+async def take(consumer: Consumer, records: int) -> list[ConsumerRecord]:
     async with asyncio.timeout(120):
-        return [await anext(consumer) for _ in range(count)]
+        return [await anext(consumer) for _ in range(records)]
 
 
 async def nothing(consumer: Consumer, wait_s: float = 0.3) -> None:
@@ -41,20 +43,20 @@ async def nothing(consumer: Consumer, wait_s: float = 0.3) -> None:
             await anext(consumer)
 
 
-async def dead(region: felix.RegionClient, name: str, count: int) -> None:
+async def dead(region: felix.RegionClient, name: str, letters: int) -> None:
     """So many records of the subscription have landed among the dead letters, and all others are acknowledged."""
     async with asyncio.timeout(120):
         while True:
             state = await region.stream(ORDERS).describe_subscription(name)
-            if state.dead >= count and not any(shard.lag_records for shard in state.shards):
+            if state.dead >= letters and not any(shard.lag_records for shard in state.shards):
                 return
             await asyncio.sleep(0.01)
 
 
-async def fail(region: felix.RegionClient, name: str, poison: set[bytes], count: int) -> None:
-    """A consumer takes `count` records, and fails at those that are `poison`."""
+async def fail(region: felix.RegionClient, name: str, poison: set[bytes], records: int) -> None:
+    """A consumer takes so many records, and fails at those that are `poison`."""
     async with region.stream(ORDERS).consumer(name) as consumer:
-        for record in await take(consumer, count):
+        for record in await take(consumer, records):
             if bytes(record.payload) in poison:
                 assert await consumer.nack(record, reason="it does not parse")
             else:
@@ -268,6 +270,60 @@ async def test_hundreds_are_given_back_in_pages_over_all_shards(region: felix.Re
             assert record.attempt == 1 and await consumer.ack(record)
         await nothing(consumer)
     assert set(got) == poison and set(got.values()) == {1}
+
+
+async def test_redrives_beside_consumers_that_work_and_fail_lose_nothing(
+    folder: RegionFolder, region: felix.RegionClient
+) -> None:
+    """Every record is acknowledged in the end, and once."""
+    chance = random.Random(9)
+    await region.create_stream(ORDERS, shards=2)
+    await subscribed(region, "billing", retries=Retries(attempts_max=2, interval_ms=1), unacked_max=30)
+    wanted = [b"%d" % number for number in range(count(300, 3_000))]
+    done: Counter[bytes] = Counter()
+    redriven = 0
+    over = asyncio.Event()
+
+    async def work(wait_s: float) -> None:
+        async with client(folder) as own:
+            while not over.is_set():
+                async with own.stream(ORDERS).consumer("billing", credit_bytes=2 << 20) as consumer:
+                    for _ in range(chance.randrange(20, 80)):
+                        try:
+                            async with asyncio.timeout(wait_s):
+                                record = await anext(consumer)
+                        except TimeoutError:
+                            break
+                        if chance.random() < 0.4:
+                            await consumer.nack(record, reason="no")
+                        elif await consumer.ack(record):
+                            done[bytes(record.payload)] += 1
+
+    async def redrive() -> None:
+        nonlocal redriven
+        async with client(folder) as own:
+            while not over.is_set():
+                redriven += (
+                    await own.stream(ORDERS).redrive_subscription("billing", chance.randrange(9))
+                ).redriven
+                await asyncio.sleep(chance.uniform(0, 0.05))
+
+    tasks = [asyncio.ensure_future(each) for each in (work(0.3), work(0.5), redrive(), redrive())]
+    try:
+        for at in range(0, len(wanted), 20):
+            await publish(region, *wanted[at : at + 20], shard=at // 20 % 2)
+        async with asyncio.timeout(150):
+            while len(done) < len(wanted):
+                await asyncio.wait(tasks, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+                assert not any(task.done() for task in tasks), tasks
+    finally:
+        over.set()
+        await asyncio.wait(tasks)
+    for task in tasks:
+        task.result()
+    assert set(done) == set(wanted) and set(done.values()) == {1}
+    assert redriven > 10
+    assert await left(region) == []
 
 
 async def test_what_was_given_back_is_there_after_a_restart(folder: RegionFolder, tmp_path: Path) -> None:
