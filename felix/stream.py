@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from felix.batch import Headers, NewRecord
 from felix.consumer import AckMode, Consumer, subscription_settings
@@ -56,7 +56,7 @@ from felix.subscription import (
     start_message,
 )
 
-REDRIVE_PAGE = 100
+REDRIVE_PAGE: Final = 100
 """Dead letters in one request."""
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ worker has leased. Invariant: between looking whether a dead letter and its reco
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -58,6 +59,32 @@ class _Place(NamedTuple):
         return f"{self.queue} {self.shard} {self.offset}"
 
 
+class _Records:
+    """Records by their places. The batch that was read last is kept: dead letters mostly lie as their records do."""
+
+    def __init__(self) -> None:
+        self._shard = -1
+        self._batch: list[Record] = []
+
+    async def at(self, shard: ShardLog, offset: int) -> Record | None:
+        """None where the log does not hold it. Raises what reading a log raises."""
+        batch = self._batch if self._shard == shard.identity.shard else []
+        if not batch or not batch[0].offset <= offset <= batch[-1].offset:
+            batch = await self._read(shard, offset)
+            self._shard, self._batch = shard.identity.shard, batch
+        at = bisect_left(batch, offset, key=lambda record: record.offset)
+        return batch[at] if at < len(batch) and batch[at].offset == offset else None
+
+    async def _read(self, shard: ShardLog, offset: int) -> list[Record]:
+        if not shard.log_start_offset <= offset < shard.high_watermark:
+            return []
+        try:
+            entries = await shard.read(offset, 1)
+        except OffsetOutOfRangeError:
+            return []  # retention was faster
+        return list(decode_records(decode_batch(entry_body(entries[0])))) if entries else []
+
+
 class _Page:
     """What a page has come to."""
 
@@ -66,6 +93,7 @@ class _Page:
         self.bytes_left = PAGE_BYTES
         self.redriven = self.gone = self.held = 0
         self.full = False
+        self.records = _Records()
 
     @property
     def is_over(self) -> bool:
@@ -123,7 +151,9 @@ class Redrive:
                     break
                 if entry.next_offset > offset:
                     for letter in self._letters.among([entry], producers, shard):
-                        if letter.is_of(await _record(found.stream.shard(letter.shard), letter.offset)):
+                        if letter.is_of(
+                            await page.records.at(found.stream.shard(letter.shard), letter.offset)
+                        ):
                             chosen.append(letter)
                         else:
                             page.gone += 1
@@ -206,19 +236,3 @@ def _on_their_way(found: DurableSubscription) -> UnavailableError:
         hint="Try again: they come back by themselves, and none twice. The broker's log says what holds them up.",
         retry_after_ms=1_000,
     )
-
-
-async def _record(shard: ShardLog, offset: int) -> Record | None:
-    """The record at this offset; None where the log does not hold it. Raises what reading a log raises."""
-    if not shard.log_start_offset <= offset < shard.high_watermark:
-        return None
-    try:
-        entries = await shard.read(offset, 1)
-    except OffsetOutOfRangeError:
-        return None  # retention was faster
-    for entry in entries:
-        if entry.base_offset <= offset < entry.next_offset:
-            for record in decode_records(decode_batch(entry_body(entry))):
-                if record.offset == offset:
-                    return record
-    return None
