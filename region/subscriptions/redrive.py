@@ -26,7 +26,7 @@ from region.subscriptions.letters import Letter, LetterQueues
 from region.subscriptions.subscription import DurableSubscription
 from region.views.dead_letter import entry_body
 
-READ_BYTES: Final = 512 << 10
+READ_BYTES: Final = 128 << 10
 """Of dead letters at a time."""
 PAGE_BYTES: Final = 8 << 20
 """Of dead letters, others' among them, looked at for one page: some 100 ms."""

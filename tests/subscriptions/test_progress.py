@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from long_runs import count
 
+from felix.errors import Code
 from felix.settings import Retries, SubscriptionSettings
-from region.subscriptions.progress import WAITING_MAX, Progress
+from region.subscriptions.progress import AT_ONCE_MS, WAITING_MAX, Progress
 
 NOW = 1_700_000_000_000
 
@@ -98,3 +99,67 @@ def test_a_redelivery_that_compaction_took_needs_no_acknowledgement() -> None:
     assert progress.committed == 4 and progress.out_count == 1
     progress.ack([(4, 5)])
     assert progress.committed == 10
+
+
+def given_back(*offsets: int) -> Progress:
+    """Of ten records that an owner was sent, and acknowledged, these had been dead letters and are on their way back."""
+    progress = Progress(bytes(8), SubscriptionSettings(unacked_max=3))
+    progress.move(0)
+    progress.assign(1)
+    progress.delivered(0, 10, NOW)
+    progress.ack([(0, 10)])
+    progress.take_back(offsets)
+    return progress
+
+
+def test_what_is_on_its_way_back_is_nobodys() -> None:
+    progress = given_back(2, 3, 7)
+    assert progress.committed == 2 and list(progress.settled) == [(4, 7), (8, 10)]
+    assert not progress.again(NOW) and progress.lag(10) == progress.waiting_count == 3
+    refused = progress.reserve([(3, 4)])
+    assert refused is not None and refused.code is Code.CONSUMER_FENCED
+    assert progress.up_to(9) == [(4, 7), (8, 10)]
+    progress.ack(progress.up_to(9))
+    assert progress.committed == 2
+    # Who had it in hand when its time ran out has worked on it after all.
+    progress.ack([(2, 3)])
+    assert progress.committed == 3
+    progress.returned([2, 3, 7])
+    (again,) = progress.again(NOW)
+    assert (again.attempt, again.ranges) == (1, [(3, 4), (7, 8)])
+
+
+def test_no_more_come_back_at_a_time_than_the_owner_may_have() -> None:
+    progress = given_back(*range(8))
+    progress.returned(range(8))
+    (again,) = progress.again(NOW)
+    assert again.ranges == [(0, 3)]
+    assert not progress.has_room, "what is back goes before what is new"
+    assert not progress.again(NOW) and progress.next_ms() != AT_ONCE_MS
+    progress.redelivered(0, 10, NOW)
+    assert progress.up_to(9) == [(0, 3), (8, 10)], "what nobody was sent is not meant"
+    progress.ack([(0, 2)])
+    assert progress.next_ms() == AT_ONCE_MS
+    (again,) = progress.again(NOW)
+    assert again.ranges == [(3, 5)]
+
+
+def test_what_came_back_and_was_not_sent_is_delivered_to_the_next_owner_for_the_first_time() -> None:
+    progress = given_back(2, 7)
+    progress.returned([2, 7])
+    progress.release(NOW, died=True)
+    assert list(progress.assign(2)) == [(3, 7), (8, 10)]
+    progress.delivered(0, 10, NOW)
+    assert progress.out_count == 2 and progress.up_to(9) == [(2, 10)]
+
+
+def test_a_snapshot_holds_nothing_of_what_came_back_but_that_it_is_not_settled() -> None:
+    progress = given_back(2, 7)
+    progress.returned([7])
+    read = Progress(bytes(8), progress.settings)
+    for entry in progress.snapshot():
+        read.replay(entry)
+    # What is on its way is told behind it (region.subscriptions.store).
+    read.take_back([2])
+    assert read.committed == 2 and list(read.settled) == list(progress.settled)
+    assert list(read.assign(2)) == [(2, 7), (8, 10)]
