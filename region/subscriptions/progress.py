@@ -116,6 +116,8 @@ class Progress:
     """Of those that were given back while somebody had the shard, what nobody has been sent since."""
     _assigned_at: int = 0
     """Where the owner's delivery began."""
+    _settled_ahead: RangeSet = field(default_factory=RangeSet)
+    """Ahead of the owner's cursor, and settled since it has the shard."""
 
     # -- what is so ------------------------------------------------------------------------------------
 
@@ -225,6 +227,7 @@ class Progress:
         assert not self.generation and not self._out and not self._unsent and generation
         self.generation = generation
         self.cursor = self._assigned_at = self.committed
+        self._settled_ahead = RangeSet()
         return self.skipped()
 
     def release(self, now_ms: int, *, died: bool) -> list[Entry]:
@@ -457,12 +460,13 @@ class Progress:
         return len(self.settled) + more < RANGES_MAX
 
     def take_back(self, offsets: Iterable[int]) -> None:
-        """These records are settled no more; they are delivered once they have `returned`. One that is out, or waits, is left as it is: it is delivered anyway."""
+        """These records are settled no more; they are delivered once they have `returned`. One that is out, waits, or is ahead of the owner's cursor is left as
+        it is: it is delivered anyway."""
         for offset in offsets:
             if offset < self.committed:
                 self.settled.add(offset, self.committed)
                 self.committed = offset
-            elif self._is_about(offset):
+            elif offset not in self.settled and (self._is_about(offset) or self.generation):
                 continue
             self.settled.remove(offset, offset + 1)
             self._returning.add(offset, offset + 1)
@@ -478,7 +482,8 @@ class Progress:
         for offset in offsets:
             if offset in self._returning:
                 self._returning.remove(offset, offset + 1)
-                if self.generation:
+                # What its owner was not told to leave out comes to it as the cursor does.
+                if self.generation and (offset < self.cursor or offset not in self._settled_ahead):
                     self._back.add(offset, offset + 1)
                     self._unseen.add(offset, offset + 1)
 
@@ -625,6 +630,8 @@ class Progress:
             for offset in [offset for offset in self._dying if first <= offset < following]:
                 del self._dying[offset]
             self.settled.add(first, following)
+            if self.generation:
+                self._settled_ahead.add(max(first, self.cursor), following)
         if self.settled and self.settled.first <= self.committed:
             first, following = next(iter(self.settled))
             self.settled.remove(first, following)

@@ -163,3 +163,25 @@ def test_a_snapshot_holds_nothing_of_what_came_back_but_that_it_is_not_settled()
     read.take_back([2])
     assert read.committed == 2 and list(read.settled) == list(progress.settled)
     assert list(read.assign(2)) == [(2, 7), (8, 10)]
+
+
+def test_what_is_ahead_of_the_owner_comes_to_it_once() -> None:
+    """As after a seek back: its owner was not told to leave it out."""
+    progress = Progress(bytes(8), SubscriptionSettings())
+    progress.move(0)
+    assert not progress.assign(1)
+    progress.delivered(0, 5, NOW)
+    progress.take_back([3, 7])
+    progress.returned([3, 7])
+    assert not progress.again(NOW) and progress.out_count == 5
+    progress.delivered(5, 10, NOW)
+    assert not progress.again(NOW) and progress.out_count == 10
+
+    # One that a transaction settles before the owner's cursor has come to it is not among what the owner leaves out, either.
+    progress.move(0)
+    progress.assign(2)
+    progress.ack([(7, 8)])
+    progress.take_back([7])
+    progress.returned([7])
+    progress.delivered(0, 10, NOW)
+    assert not progress.again(NOW) and progress.out_count == 10

@@ -342,6 +342,29 @@ async def test_what_was_given_back_is_there_after_a_restart(folder: RegionFolder
             await nothing(consumer)
 
 
+async def test_what_a_seek_had_brought_back_comes_once(region: felix.RegionClient) -> None:
+    await region.create_stream(ORDERS)
+    await subscribed(region, "billing", unacked_max=1)
+    records = [b"%d" % number for number in range(6)]
+    for each in records:
+        await publish(region, each)
+    await fail(region, "billing", {b"1", b"4"}, 6)
+    orders = region.stream(ORDERS)
+    async with orders.consumer("billing") as consumer:
+        await orders.seek_subscription("billing", "earliest")
+        (first,) = await take(consumer, 1)
+        assert (await orders.redrive_subscription("billing")).redriven == 2
+        assert await consumer.ack(first)
+        got = [bytes(first.payload)]
+        for _ in range(5):
+            (record,) = await take(consumer, 1)
+            got.append(bytes(record.payload))
+            assert record.attempt == 1 and await consumer.ack(record)
+        assert got == records
+        await nothing(consumer)
+    assert await left(region) == []
+
+
 async def test_a_named_queue_and_the_streams_own_are_both_looked_through(region: felix.RegionClient) -> None:
     await region.create_stream(ORDERS)
     await region.create_queue("acme/payments/letters")
