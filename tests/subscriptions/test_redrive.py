@@ -344,12 +344,13 @@ async def test_what_was_given_back_is_there_after_a_restart(folder: RegionFolder
 
 async def test_what_a_seek_had_brought_back_comes_once(region: felix.RegionClient) -> None:
     await region.create_stream(ORDERS)
-    await subscribed(region, "billing", unacked_max=1)
+    await subscribed(region, "billing")
     records = [b"%d" % number for number in range(6)]
     for each in records:
         await publish(region, each)
     await fail(region, "billing", {b"1", b"4"}, 6)
     orders = region.stream(ORDERS)
+    await orders.alter_subscription("billing", unacked_max=1)
     async with orders.consumer("billing") as consumer:
         await orders.seek_subscription("billing", "earliest")
         (first,) = await take(consumer, 1)
