@@ -271,7 +271,8 @@ class Progress:
             self._settle([(cursor, base)])
             cursor = base
         self.cursor = following
-        fresh = RangeSet([(cursor, following)])
+        # Where the batch begins below what is committed, its owner leaves that part out.
+        fresh = RangeSet([(max(cursor, self.committed), following)])
         held_back = (*self._reserved.values(), *self._waiting.values(), self._returning, self._back)
         for held in (self.settled, *held_back):
             for first, after in held.within(cursor, following):

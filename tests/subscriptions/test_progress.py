@@ -185,3 +185,20 @@ def test_what_is_ahead_of_the_owner_comes_to_it_once() -> None:
     progress.returned([7])
     progress.delivered(0, 10, NOW)
     assert not progress.again(NOW) and progress.out_count == 10
+
+
+def test_of_a_batch_that_begins_below_what_is_committed_the_rest_is_out() -> None:
+    """The owner's delivery left out what was acknowledged, and goes on within the batch."""
+    progress = given_back(2)
+    progress.returned([2])
+    progress.release(NOW, died=False)
+    progress.assign(2)
+    progress.delivered(0, 3, NOW)
+    progress.ack([(2, 3)])
+    assert (progress.committed, progress.cursor) == (10, 3)
+    progress.delivered(8, 12, NOW)
+    assert progress.out_count == 2
+    progress.take_back([9])
+    progress.returned([9])
+    (again,) = progress.again(NOW)
+    assert again.ranges == [(9, 10)]
