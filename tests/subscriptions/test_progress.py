@@ -132,9 +132,9 @@ def test_what_is_on_its_way_back_is_nobodys() -> None:
 def test_no_more_come_back_at_a_time_than_the_owner_may_have() -> None:
     progress = given_back(*range(8))
     progress.returned(range(8))
+    assert not progress.has_room, "what is back goes before what is new"
     (again,) = progress.again(NOW)
     assert again.ranges == [(0, 3)]
-    assert not progress.has_room, "what is back goes before what is new"
     assert not progress.again(NOW) and progress.next_ms() != AT_ONCE_MS
     progress.redelivered(0, 10, NOW)
     assert progress.up_to(9) == [(0, 3), (8, 10)], "what nobody was sent is not meant"
@@ -142,6 +142,11 @@ def test_no_more_come_back_at_a_time_than_the_owner_may_have() -> None:
     assert progress.next_ms() == AT_ONCE_MS
     (again,) = progress.again(NOW)
     assert again.ranges == [(3, 5)]
+
+    apart = given_back(1, 3, 5, 7)
+    apart.returned([1, 3, 5, 7])
+    (again,) = apart.again(NOW)
+    assert again.ranges == [(1, 2), (3, 4), (5, 6)]
 
 
 def test_what_came_back_and_was_not_sent_is_delivered_to_the_next_owner_for_the_first_time() -> None:
