@@ -68,6 +68,7 @@ KINDS: Final = {
     "subscription create": "Subscription",
     "subscription describe": "Subscription",
     "subscription list": "Subscription",
+    "subscription redrive": "Redrive",
     "top": "Traffic",
     "witness list": "WitnessedLog",
 }

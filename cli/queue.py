@@ -594,17 +594,17 @@ def redrive(
                 if error.code is not Code.UNSUPPORTED:
                     raise
                 raise RequestError(
-                    f"{name} is no queue: dead letters of its durable subscriptions stay where they are.",
+                    f"{name} is no queue: dead letters of a stream belong to its durable subscriptions.",
                     code=Code.UNSUPPORTED,
-                    hint=f"Work on them there: felix queue consume {name}.dead",
+                    hint=f"Name the one that is to get them again: felix subscription redrive {name} NAME",
                 ) from error
 
     count = run(bring())
     if not count and name.endswith(DEAD_SUFFIX):
         source = name.removesuffix(DEAD_SUFFIX)
         note(
-            f"{name} holds dead letters of others: name the queue they came from (felix queue redrive {source}), or, where "
-            f"they are a durable subscription's, work on them where they are (felix queue consume {name})."
+            f"{name} holds dead letters of others: name the queue they came from (felix queue redrive {source}), or the durable "
+            f"subscription (felix subscription redrive {source} NAME)."
         )
     _say_count(count, f"{_counted(count, 'dead letter is', 'dead letters are')} back in {name}", json)
 

@@ -1,4 +1,4 @@
-"""`felix subscription`: create, alter, list, describe, seek, delete, consume."""
+"""`felix subscription`: create, alter, list, describe, seek, redrive, delete, consume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reade
 from cli.stream import parse_start, write_record
 from felix.batch import Record
 from felix.errors import RequestError
-from felix.messages import SubscriptionState
+from felix.messages import Redriven, SubscriptionState
 from felix.settings import Retries, RetriesChange, SubscriptionSettings
 from policy.quantity import Duration
 
@@ -288,6 +288,38 @@ async def _seek(region: str, identity: str, stream: str, name: str, to: str, sha
             start,
             shards=shards,
         )
+
+
+@app.command()
+def redrive(
+    stream: Stream,
+    name: Name,
+    records: Annotated[int, typer.Option("--records", "-n", help="At most so many; 0: all.")] = 0,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Deliver dead letters to the subscription that gave them up again, oldest first; their attempts start at zero."""
+    done = run(_redrive(region, identity, stream, name, records))
+    if json:
+        print_json({"redriven": done.redriven, "gone": done.gone, "held": done.held, "full": done.full})
+        return
+    out.print(f"{_letters(done.redriven)} delivered to {name} of {stream} again")
+    if done.gone:
+        note(f"{_letters(done.gone)} left where they lie: {stream} does not have their records any more.")
+    if done.held:
+        note(f"{_letters(done.held)} left where they lie: a worker or a transaction holds them.")
+    if done.full:
+        note(f"{name} takes no more before some are acknowledged: run it again then.")
+
+
+def _letters(count: int) -> str:
+    return "1 dead letter is" if count == 1 else f"{count:,} dead letters are"
+
+
+async def _redrive(region: str, identity: str, stream: str, name: str, records: int) -> Redriven:
+    async with connect(region, identity) as client:
+        return await client.stream(stream).redrive_subscription(name, records)
 
 
 @app.command()

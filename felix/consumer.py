@@ -14,7 +14,7 @@ a connection or a process is lost. After a lost connection the consumer goes on 
 Invariants:
 - what is held and not handed out never passes `credit_bytes`;
 - records of one shard come in the order of their offsets, apart from those that are redelivered (`attempt` above 1, or after the shard
-  changed hands);
+  changed hands) and dead letters that are given back;
 - `ack` returns True once the acknowledgement is durable, False where it did not count, or where the connection was lost before the
   answer: then the record is redelivered, unless the broker had carried it out;
 - once it leaves, nothing of its shards is sent any more;

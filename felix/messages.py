@@ -1035,6 +1035,15 @@ class SeekSubscription(Request["Done"], frozen=True, tag="seek_subscription"):
     shards: list[int] = []
 
 
+class RedriveSubscription(Request["Redriven"], frozen=True, tag="redrive_subscription"):
+    """Delivers dead letters of a durable subscription to it again, oldest first, up to `records` of them. `after`: the `next` of the page before."""
+
+    stream: Name
+    name: Name
+    records: Page = 100
+    after: Annotated[str, msgspec.Meta(max_length=512)] = ""
+
+
 class AlterSubscription(Request["SubscriptionState"], frozen=True, tag="alter_subscription"):
     """Changes settings of a durable subscription while it serves; positions and consumers stay. Answered with its state."""
 
@@ -1046,6 +1055,18 @@ class AlterSubscription(Request["SubscriptionState"], frozen=True, tag="alter_su
 class DeleteSubscription(Request["Done"], frozen=True, tag="delete_subscription"):
     stream: Name
     name: Name
+
+
+class Redriven(Message, frozen=True, tag="redriven"):
+    """Of a durable subscription's dead letters: `redriven` are delivered again. Of those that were looked at, `gone` stay since the stream does not have their
+    records any more, and `held` since a worker has them or a transaction acknowledges the record. `full`: more are given back once the subscription has
+    acknowledged some. `next`: where the next page begins, empty where there is none."""
+
+    redriven: int
+    gone: int = 0
+    held: int = 0
+    full: bool = False
+    next: Text = ""
 
 
 class SubscriptionShard(Message, frozen=True, tag="subscription_shard"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from felix.batch import Headers, NewRecord
 from felix.consumer import AckMode, Consumer, subscription_settings
@@ -18,6 +18,8 @@ from felix.messages import (
     CreateSubscription,
     DeleteSubscription,
     DescribeSubscription,
+    Redriven,
+    RedriveSubscription,
     SeekSubscription,
     StreamState,
     SubscriptionState,
@@ -53,6 +55,9 @@ from felix.subscription import (
     Subscription,
     start_message,
 )
+
+REDRIVE_PAGE: Final = 100
+"""Dead letters in one request."""
 
 if TYPE_CHECKING:
     from felix.client import RegionClient
@@ -293,6 +298,21 @@ class Stream:
         no longer counts. Returns the broker's note. Raises RequestError: FORBIDDEN, OFFSET_OUT_OF_RANGE."""
         wanted = SeekSubscription(str(self.name), name, start_message(start, offsets), sorted(shards or ()))
         return (await self._client.connection.request(wanted)).note
+
+    async def redrive_subscription(self, name: str, records: int = 0) -> Redriven:
+        """Deliver its dead letters to it again, oldest first, up to `records` (0: all there are), and to none of the stream's other readers; attempts start at
+        zero. Says how many, and how many stay. Those before an error are delivered. Raises RequestError: FORBIDDEN for an identity that neither
+        created it nor has the right `admin`, UNSUPPORTED; UnavailableError."""
+        redriven = gone = held = 0
+        after = ""
+        while True:
+            wanted = min(records - redriven, REDRIVE_PAGE) if records else REDRIVE_PAGE
+            request = RedriveSubscription(str(self.name), name, wanted, after)
+            page = await self._client.connection.request(request)
+            redriven, gone, held = redriven + page.redriven, gone + page.gone, held + page.held
+            after = page.next
+            if not after or (records and redriven >= records):
+                return Redriven(redriven, gone, held, page.full)
 
     async def delete_subscription(self, name: str) -> None:
         """Its consumers end, its position is forgotten. Raises RequestError: NOT_FOUND, FORBIDDEN."""

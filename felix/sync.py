@@ -56,6 +56,7 @@ from felix.messages import (
     MeshPage,
     QuotaState,
     ReaderTraffic,
+    Redriven,
     RegionState,
     Request,
     ShardMoves,
@@ -753,6 +754,12 @@ class SyncStream(Blocking[Stream]):
         return self._background.call(
             self._inner.seek_subscription(name, start, offsets=offsets, shards=shards)
         )
+
+    def redrive_subscription(self, name: str, records: int = 0) -> Redriven:
+        """Deliver its dead letters to it again, oldest first, up to `records` (0: all there are), and to none of the stream's other readers; attempts start at
+        zero. Says how many, and how many stay. Those before an error are delivered. Raises RequestError: FORBIDDEN for an identity that neither
+        created it nor has the right `admin`, UNSUPPORTED; UnavailableError."""
+        return self._background.call(self._inner.redrive_subscription(name, records))
 
     def delete_subscription(self, name: str) -> None:
         """Its consumers end, its position is forgotten. Raises RequestError: NOT_FOUND, FORBIDDEN."""

@@ -45,6 +45,9 @@ class DeliveryFilter(Protocol):
     def may_deliver(self, shard: int) -> bool:
         """False while no more may be sent of the shard for the first time; `pump` once it may again."""
 
+    def wanted_from(self, shard: int, offset: int) -> int:
+        """The first offset at or above this one that is to be sent: what stands before it is settled."""
+
     def delivered(self, shard: int, base_offset: int, next_offset: int) -> None:
         """A batch was sent for the first time."""
 
@@ -234,7 +237,7 @@ class Subscription:
         for _ in range(len(self._order)):
             number = self._order[0]
             shard = self._stream.shard(number)
-            cursor = self._cursors[number]
+            cursor = self._next_of(number)
             redelivery = self._redeliveries.get(number)
             if not redelivery and (
                 cursor >= self._readable_to(shard)
@@ -264,6 +267,11 @@ class Subscription:
                 return False
             sent = True
         return sent
+
+    def _next_of(self, number: int) -> int:
+        """Where the shard goes on: batches of which nothing is wanted are not read."""
+        cursor = self._cursors[number]
+        return cursor if self._filter is None else self._filter.wanted_from(number, cursor)
 
     def _readable_to(self, shard: ShardLog) -> int:
         """A bridge reads what is synced; everybody else what is durable by the stream's own terms."""
@@ -309,7 +317,7 @@ class Subscription:
                 self._filter.gone(number, log_start)
         if not redelivery:
             del self._redeliveries[number]
-            return self._cursors[number]
+            return self._next_of(number)
         return redelivery.first
 
     def _passed(self, number: int, entry: Entry) -> bool:
@@ -333,8 +341,11 @@ class Subscription:
                 number not in self._redeliveries or entry.next_offset <= self._redeliveries[number].first
             ):
                 continue
-            if not redelivering and self._filter is not None and not self._filter.may_deliver(number):
-                return True
+            if not redelivering and self._filter is not None:
+                if not self._filter.may_deliver(number):
+                    return True
+                if entry.next_offset <= self._next_of(number):
+                    continue  # nothing of it is wanted
             size = len(entry.data)
             if size > self._credit.left_bytes:
                 self.stalled = True
@@ -345,7 +356,7 @@ class Subscription:
                 continue  # compaction took what was meant
             self._credit.use(size)
             data = entry.data
-            if not redelivering and entry.base_offset > self._cursors[number]:
+            if not redelivering and entry.base_offset > self._next_of(number):
                 # Only compaction leaves offsets out of a log; the frame tells the subscriber that nothing is missing.
                 hole = GapBody(number, GapReason.COMPACTED, self._cursors[number], entry.base_offset)
                 session.send(self._stream_id, hole.encode())
@@ -382,7 +393,7 @@ class Subscription:
                 room = self._room()
                 if not room:
                     return  # whatever it waits for pumps
-                cursor = self._cursors.get(number, shard.high_watermark)
+                cursor = self._next_of(number) if number in self._cursors else shard.high_watermark
                 if number in self._redeliveries:
                     cursor = self._redelivery_start(number, shard.log_start_offset)
                     room = min(room, REDELIVERY_BYTES_MAX)
@@ -436,7 +447,9 @@ class Subscription:
     def _stands_at(self, number: int, offset: int) -> bool:
         """False where the filter has changed what is to be read of the shard meanwhile."""
         redelivery = self._redeliveries.get(number)
-        return offset == (redelivery.first if redelivery else self._cursors.get(number))
+        if redelivery:
+            return offset == redelivery.first
+        return number in self._cursors and offset == self._next_of(number)
 
     # -- endings ---------------------------------------------------------------------------------------
 

@@ -314,6 +314,11 @@ class QueueService:
         await held.open(start=start)
         return held
 
+    def opened(self, stream: HostedStream) -> Queue | None:
+        """The queue of a stream, where it is open."""
+        held = self._queues.get(stream.name)
+        return held if held is not None and held.stream is stream else None
+
     async def _close(self, queue: Queue) -> None:
         if self._queues.get(queue.stream.name) is queue:
             del self._queues[queue.stream.name]

@@ -800,6 +800,32 @@ class QueueShard:
             return None
         return _number(record.headers.get(DEAD_SHARD), SHARDS_MAX) or 0
 
+    # -- dead letters of a durable subscription, which are given back to it ---------------------------
+
+    def is_done(self, offset: int) -> bool:
+        return offset in self.state.done
+
+    def is_free(self, offset: int) -> bool:
+        """Whether nobody has this record: it is neither done, leased, nor on its way elsewhere."""
+        tracked = self.state.tracked.get(offset)
+        held = tracked is not None and tracked.phase in (Phase.LEASED, Phase.MOVING)
+        return not held and offset not in self.state.done
+
+    def keep(self, offsets: Iterable[int]) -> None:
+        """Give these, which are free, to no worker before `leave` or `remove`, or the next replay."""
+        self.state.bury(offsets, self.now_ms)
+
+    def leave(self, offsets: Iterable[int]) -> None:
+        """Workers may have them again."""
+        self.state.unbury(offsets, self.now_ms)
+        self._changed()
+
+    def remove(self, offsets: Iterable[int], done: Done) -> None:
+        """They are done, whoever has them; `done` once that is durable, also where they were before. Raises UnavailableError."""
+        self.check()
+        entry = self.state.remove(offsets, self.now_ms)
+        self._write([entry] if entry is not None else [], done)
+
     # -- looking ---------------------------------------------------------------------------------------
 
     def records(self, offsets: Sequence[int]) -> AsyncIterator[tuple[int, Record | None]]:

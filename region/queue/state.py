@@ -605,6 +605,12 @@ class QueueState:
             else:
                 self.done.add(offset, offset + 1)
 
+    def remove(self, offsets: Iterable[int], now_ms: int) -> bytes | None:
+        """These are done, whoever holds them: what they were moved here for is done elsewhere. The entry, where there is one to write."""
+        found = [offset for offset in offsets if offset not in self.done]
+        self.landed(found, now_ms)
+        return self._entry(Kind.DONE, runs_of((offset, 0) for offset in found)) if found else None
+
     # -- the journal -----------------------------------------------------------------------------------
 
     def apply(

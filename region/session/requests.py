@@ -68,6 +68,8 @@ from felix.messages import (
     ReaderTraffic,
     RebalanceShards,
     RecoverShard,
+    Redriven,
+    RedriveSubscription,
     RegionState,
     ReportLinks,
     Request,
@@ -742,6 +744,9 @@ class Requests:
 
     async def seek_subscription(self, identity: SpiffeId, request: SeekSubscription) -> Done:
         return await self._subscriptions.seek(identity, request)
+
+    async def redrive_subscription(self, identity: SpiffeId, request: RedriveSubscription) -> Redriven:
+        return await self._subscriptions.redrive(identity, request)
 
     async def delete_subscription(self, identity: SpiffeId, request: DeleteSubscription) -> Done:
         return await self._subscriptions.delete(identity, request)

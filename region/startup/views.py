@@ -51,7 +51,7 @@ def open_views(ground: Ground, metadata: Metadata, serving: Serving, governing: 
     broker, clustered, peers = serving.broker, metadata.clustered, serving.peers
     governance, mirror = governing.governance, metadata.mirror
     caches, queues = CacheService(broker), QueueService(broker)
-    subscriptions = SubscriptionService(broker, metadata.catalog, mirror)
+    subscriptions = SubscriptionService(broker, metadata.catalog, mirror, queues)
     participants: dict[str, Participant] = {
         "subscription": SubscriptionParticipant(broker, subscriptions),
         "queue": QueueParticipant(broker, queues),

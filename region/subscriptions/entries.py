@@ -59,7 +59,25 @@ class Letter(msgspec.Struct, frozen=True, array_like=True, tag=5):
     entry: bytes
 
 
-Entry = Moved | Settled | Failed | Dropped | Letter
+class Returning(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The records at `offsets` are not settled any more, and not delivered before `Returned` (region.subscriptions.returns). The dead letter of
+    each is at the same place of `letters`, in a shard of that incarnation of a queue. An earlier release refuses it."""
+
+    subscription: bytes
+    queue: str
+    incarnation: bytes
+    shard: int
+    letters: list[int]
+    offsets: list[int]
+
+
+class Returned(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The dead letters of the oldest `Returning` are gone from their queue: its records are delivered, as if they never had been."""
+
+    subscription: bytes
+
+
+Entry = Moved | Settled | Failed | Dropped | Letter | Returning | Returned
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Entry)

@@ -1,4 +1,4 @@
-"""How far one durable subscription has come in one shard: what is acknowledged, out, to be delivered again, given up.
+"""How far one durable subscription has come in one shard: what is acknowledged, out, to be delivered again, given up, given back.
 
 A pure state machine. A method that changes what must survive a restart returns the entries for the journal; it has applied them
 already. What is out, and where the next delivery begins, does not survive: after a restart, and whenever the shard changes hands,
@@ -6,12 +6,13 @@ delivery begins again at the committed offset, without what is acknowledged abov
 
 Invariants:
 - all below `committed` is settled, the record at `committed` is not; ranges settled above it are in `settled`;
-- a record is in at most one of: settled, out, unsent, waiting, dying, reserved; all but settled ones above the committed offset are
-  below `cursor` while somebody has the shard, or were before it changed hands;
+- a record is in at most one of: settled, out, unsent, waiting, dying, reserved, returning, back; all but settled ones above the committed
+  offset are below `cursor` while somebody has the shard, or were before it changed hands, apart from those that are returning or back;
 - a record that is not settled is never dropped: it is ahead of the cursor, out with a deadline, to be redelivered and not sent yet,
-  waiting with a due time, or dying;
+  waiting with a due time, dying, or returning, back;
 - `generation` is 0 while nobody has the shard; else calls with another one are fenced;
-- records out, unsent, and waiting below the cursor, are at most `unacked_max` and one batch.
+- records out, unsent, and waiting below the cursor, are at most `unacked_max` and one batch;
+- what is returning is delivered to nobody, and what is unseen to nobody yet: no acknowledgement of all up to an offset means it.
 
 Times in ms, by the wall clock: where that is set, `clock_set` has to be told before anything else. An attempt begins when the record's batch is sent: from then on the ack timeout runs. It counts once it has failed: by
 nack, by its ack timeout, or by the death of its consumer, which counts against the oldest record that it was sent and had not
@@ -48,6 +49,8 @@ WAITING_MAX: Final = 1_024
 """Distinct kinds of waiting records (attempts, due time, reason) tracked; beyond it reasons are dropped, and due times are
 bucketed.
 """
+AT_ONCE_MS: Final = 1
+"""Due since ever."""
 DYING_MAX: Final = 256
 """Records under way to the dead-letter stream at a time, per shard."""
 
@@ -108,6 +111,16 @@ class Progress:
     _dying: dict[int, Dying] = field(default_factory=dict)
     _reserved: dict[int, RangeSet] = field(default_factory=dict)
     """Records that a transaction acknowledges, by how often they had failed before."""
+    _returning: RangeSet = field(default_factory=RangeSet)
+    """Given back, while their dead letters are still in their queue."""
+    _back: RangeSet = field(default_factory=RangeSet)
+    """Given back since the owner has the shard: it is told of them as of redeliveries."""
+    _unseen: RangeSet = field(default_factory=RangeSet)
+    """Of those that were given back while somebody had the shard, what nobody has been sent since."""
+    _assigned_at: int = 0
+    """Where the owner's delivery began."""
+    _settled_ahead: RangeSet = field(default_factory=RangeSet)
+    """Ahead of the owner's cursor, and settled since it has the shard."""
 
     # -- what is so ------------------------------------------------------------------------------------
 
@@ -120,11 +133,18 @@ class Progress:
     def waiting_count(self) -> int:
         """Records that are to be delivered again, or to the dead-letter stream."""
         waiting = sum(ranges.count for ranges in self._waiting.values())
+        waiting += self._back.count + self._returning.count
         return waiting + sum(out.ranges.count for out in self._unsent) + len(self._dying)
 
     @property
     def has_room(self) -> bool:
         """True while more records may be delivered for the first time."""
+        back = sum(following - first for first, following in self._back.within(0, self.cursor))
+        return self._room > back
+
+    @property
+    def _room(self) -> int:
+        """So many more records may be with the owner."""
         waiting = sum(
             ranges.count
             if ranges.next <= self.cursor
@@ -132,7 +152,7 @@ class Progress:
             for ranges in self._waiting.values()
         )
         unsent = sum(out.ranges.count for out in self._unsent)
-        return self.out_count + unsent + waiting + len(self._dying) < self.settings.unacked_max
+        return self.settings.unacked_max - self.out_count - unsent - waiting - len(self._dying)
 
     @property
     def is_reserved(self) -> bool:
@@ -158,10 +178,14 @@ class Progress:
             yield offset, offset + 1
         for ranges in self._reserved.values():
             yield from ranges
+        yield from self._returning
+        yield from self._back
 
     def next_ms(self) -> int | None:
         """When `expire`, `held_up`, `again` or `give_up` have something to do; None: not by time alone."""
         times = [out.deadline_ms for out in (*self._out, *self._unsent)]
+        if self._back_due():
+            times.append(AT_ONCE_MS)
         times += [
             kind.due_ms
             for kind, ranges in self._waiting.items()
@@ -173,6 +197,28 @@ class Progress:
         ]
         return min(times, default=None)
 
+    @property
+    def is_back(self) -> bool:
+        """Whether records that were given back wait until the owner has room for them."""
+        return bool(self._back)
+
+    def _back_due(self) -> list[tuple[int, int]]:
+        """What was given back and can be sent to the owner now."""
+        if not self._back or not self.has_begun:
+            return []
+        due, room = [], self._room
+        for first, following in self._back.within(self.committed, self.cursor):
+            if room <= 0:
+                break
+            due.append((first, min(following, first + room)))
+            room -= following - first
+        return due
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the owner was sent anything since it has the shard. Its delivery may begin within a batch: what of that lies before is no redelivery."""
+        return self.cursor > self._assigned_at
+
     def _is_dead(self, kind: _Kind) -> bool:
         attempts_max = self.settings.retries.attempts_max
         return bool(attempts_max) and kind.attempts >= attempts_max
@@ -183,7 +229,8 @@ class Progress:
         """The shard is somebody's; delivery begins at the committed offset. Returns what is to be left out of it."""
         assert not self.generation and not self._out and not self._unsent and generation
         self.generation = generation
-        self.cursor = self.committed
+        self.cursor = self._assigned_at = self.committed
+        self._settled_ahead = RangeSet()
         return self.skipped()
 
     def release(self, now_ms: int, *, died: bool) -> list[Entry]:
@@ -201,6 +248,8 @@ class Progress:
             if out.attempt > 1 and out.ranges:
                 # The journal knows these as waiting; only their attempts must not be forgotten here.
                 self._wait(list(out.ranges), _Kind(now_ms, out.attempt - 1, ""))
+        # The next delivery begins below them.
+        self._back = RangeSet()
         self.cursor = self.committed
         return entries
 
@@ -225,14 +274,18 @@ class Progress:
             self._settle([(cursor, base)])
             cursor = base
         self.cursor = following
-        fresh = RangeSet([(cursor, following)])
-        for held in (self.settled, *self._reserved.values(), *self._waiting.values()):
+        # Where the batch begins below what is committed, its owner leaves that part out.
+        fresh = RangeSet([(max(cursor, self.committed), following)])
+        held_back = (*self._reserved.values(), *self._waiting.values(), self._returning, self._back)
+        for held in (self.settled, *held_back):
             for first, after in held.within(cursor, following):
                 fresh.remove(first, after)
         for offset in self._dying:
             fresh.remove(offset, offset + 1)
         if fresh:
             self._put(self._out, list(fresh), 1, now_ms)
+        for each in fresh:
+            self._unseen.remove(*each)
 
     def _put(self, outs: list[_Out], ranges: list[tuple[int, int]], attempt: int, now_ms: int) -> None:
         deadline_ms = _grained(now_ms, self.settings.ack_timeout_ms)
@@ -257,6 +310,8 @@ class Progress:
             if sent:
                 self._put(self._out, sent, out.attempt, now_ms)
                 out.ranges.remove(base, following)
+            for each in sent:
+                self._unseen.remove(*each)
         self._drop_empty()
         return self._settled_entries(missing)
 
@@ -292,6 +347,15 @@ class Progress:
         self._drop_empty()
 
     # -- the owner's calls, once not fenced ------------------------------------------------------------
+
+    def up_to(self, through: int) -> list[tuple[int, int]]:
+        """What an acknowledgement of all up to and including `through` means: not what was given back, and the owner has not been sent."""
+        if through < self.committed:
+            return []
+        meant = RangeSet([(self.committed, through + 1)])
+        for each in (*self._returning, *self._unseen):
+            meant.remove(*each)
+        return list(meant)
 
     def check(self, ranges: Iterable[tuple[int, int]]) -> RequestError | None:
         """Why these records cannot be acknowledged: they were not delivered."""
@@ -353,6 +417,11 @@ class Progress:
         if not self.generation:
             return []
         found: list[Redelivered] = []
+        if back := self._back_due():
+            for each in back:
+                self._back.remove(*each)
+            self._put(self._unsent, back, 1, now_ms)
+            found.append(Redelivered(1, back))
         for kind in sorted(kind for kind in self._waiting if kind.due_ms <= now_ms):
             if self._is_dead(kind):
                 continue
@@ -400,6 +469,45 @@ class Progress:
             if offset in self._dying:
                 self._settle([(offset, offset + 1)])
 
+    # -- given back ------------------------------------------------------------------------------------
+
+    def is_taken(self, offset: int) -> bool:
+        """Whether a dead letter of this record cannot be given back now: it is on its way to the dead letters, or back, or part of a transaction."""
+        taken = (self._returning, *self._reserved.values())
+        return offset in self._dying or any(offset in ranges for ranges in taken)
+
+    def fits(self, more: int) -> bool:
+        """Whether one more record than these may be given back: each may part a range of what is acknowledged."""
+        return len(self.settled) + more < RANGES_MAX
+
+    def take_back(self, offsets: Iterable[int]) -> None:
+        """These records are settled no more; they are delivered once they have `returned`. One that is out, waits, or is ahead of the owner's cursor is left as
+        it is: it is delivered anyway."""
+        for offset in offsets:
+            if offset < self.committed:
+                self.settled.add(offset, self.committed)
+                self.committed = offset
+            elif offset not in self.settled and (self._is_about(offset) or self.generation):
+                continue
+            self.settled.remove(offset, offset + 1)
+            self._returning.add(offset, offset + 1)
+
+    def _is_about(self, offset: int) -> bool:
+        """Whether the record is with the owner, or is to be delivered again or given up."""
+        outs = (out.ranges for out in (*self._out, *self._unsent))
+        held = (*outs, *self._waiting.values(), *self._reserved.values(), self._returning, self._back)
+        return offset in self._dying or any(offset in ranges for ranges in held)
+
+    def returned(self, offsets: Iterable[int]) -> None:
+        """Their dead letters are gone: as far as they are returning still, they are delivered as for the first time."""
+        for offset in offsets:
+            if offset in self._returning:
+                self._returning.remove(offset, offset + 1)
+                # What its owner was not told to leave out comes to it as the cursor does.
+                if self.generation and (offset < self.cursor or offset not in self._settled_ahead):
+                    self._back.add(offset, offset + 1)
+                    self._unseen.add(offset, offset + 1)
+
     # -- transactions ----------------------------------------------------------------------------------
 
     def reserve(self, ranges: list[tuple[int, int]]) -> RequestError | None:
@@ -410,6 +518,7 @@ class Progress:
             or self.settled.within(first, following)
             or any(held.within(first, following) for held in self._reserved.values())
             or any(first <= offset < following for offset in self._dying)
+            or self._returning.within(first, following)
             for first, following in ranges
         ):
             return RequestError(
@@ -422,10 +531,12 @@ class Progress:
                 (out.attempt - 1, out.ranges.within(first, following)) for out in (*self._out, *self._unsent)
             ]
             failed += [(kind.attempts, held.within(first, following)) for kind, held in self._waiting.items()]
+            failed.append((0, self._back.within(first, following)))
             for attempts, parts in failed:
                 for part in parts:
                     self._reserved.setdefault(attempts, RangeSet()).add(*part)
             self._take_back(first, following)
+            self._unseen.remove(first, following)
         return None
 
     def reserve_again(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -435,6 +546,8 @@ class Progress:
         for first, following in ranges:
             for part in self.settled.missing(max(first, self.committed), following):
                 fresh = RangeSet([part])
+                for each in self._returning.within(*part):
+                    fresh.remove(*each)
                 for kind, held in self._waiting.items():
                     for each in held.within(*part):
                         fresh.remove(*each)
@@ -469,6 +582,7 @@ class Progress:
         self._waiting.clear()
         self._dying.clear()
         self._reserved.clear()
+        self._returning, self._back, self._unseen = RangeSet(), RangeSet(), RangeSet()
 
     # -- the journal -----------------------------------------------------------------------------------
 
@@ -533,18 +647,21 @@ class Progress:
             if first >= following:
                 continue
             self._take_back(first, following)
-            for held in self._reserved.values():
+            for held in (*self._reserved.values(), self._returning, self._unseen):
                 held.remove(first, following)
             for offset in [offset for offset in self._dying if first <= offset < following]:
                 del self._dying[offset]
             self.settled.add(first, following)
+            if self.generation:
+                self._settled_ahead.add(max(first, self.cursor), following)
         if self.settled and self.settled.first <= self.committed:
             first, following = next(iter(self.settled))
             self.settled.remove(first, following)
             self.committed = following
 
     def _take_back(self, first: int, following: int) -> None:
-        """Out of what is out and what waits."""
+        """Out of what is out, what waits, and what is back."""
+        self._back.remove(first, following)
         for out in (*self._out, *self._unsent):
             out.ranges.remove(first, following)
         for kind in list(self._waiting):

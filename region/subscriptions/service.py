@@ -29,6 +29,8 @@ from felix.messages import (
     ListSubscriptions,
     OpenConsumer,
     ReaderTraffic,
+    Redriven,
+    RedriveSubscription,
     SeekSubscription,
     Start,
     Subscribe,
@@ -48,8 +50,11 @@ from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.ports import Exchanging, Role
+from region.queue.service import QueueService
 from region.streams.hosted import ELSEWHERE_RETRY_MS, HostedStream
 from region.subscriptions.consumer import Consumer
+from region.subscriptions.letters import LetterQueues
+from region.subscriptions.redrive import Redrive
 from region.subscriptions.reservations import Reservations
 from region.subscriptions.store import SubscriptionStore
 from region.subscriptions.subscription import DurableSubscription, ranges_of
@@ -82,13 +87,16 @@ class _Loaded:
 class SubscriptionService:
     """See the module. One per broker; `start`, then `close`."""
 
-    def __init__(self, broker: Broker, catalog: Catalog, mirror: CatalogMirror) -> None:
+    def __init__(self, broker: Broker, catalog: Catalog, mirror: CatalogMirror, queues: QueueService) -> None:
+        """`queues`: of the same broker, which dead letters lie in."""
         self._broker = broker
         self._catalog = catalog
         self._mirror = mirror
         self._held: dict[StreamName, _Loaded] = {}
         self._generation = 0
         self._reservations = Reservations()
+        self._letters = LetterQueues(broker, catalog, queues)
+        self._redrive = Redrive(self._letters)
         self._tasks = TaskSet()
         self._unfollow: Callable[[], None] | None = None
         self._closed = False
@@ -186,6 +194,8 @@ class SubscriptionService:
                 self._reservations,
                 lambda error: self._lost(held, error),
                 lambda subscription, count: self._landed(held, subscription, count),
+                self._letters,
+                lambda subscription, number: self._returned(held, subscription, number),
             )
             try:
                 await store.open()
@@ -235,6 +245,11 @@ class SubscriptionService:
         for each in held.by_name.values():
             if each.id == subscription:
                 each.buried(count)
+
+    def _returned(self, held: _Loaded, subscription: bytes, number: int) -> None:
+        for each in held.by_name.values():
+            if each.id == subscription:
+                each.returned(number)
 
     async def _drop(self, held: _Loaded, subscription: DurableSubscription) -> None:
         held.by_name.pop(subscription.definition.name, None)
@@ -427,6 +442,12 @@ class SubscriptionService:
         return Done(
             f"{request.name} goes on from {', '.join(f'{n}: {o}' for n, o in sorted(starts.items()))}."
         )
+
+    async def redrive(self, identity: SpiffeId, request: RedriveSubscription) -> Redriven:
+        """Raises RequestError: NOT_FOUND, FORBIDDEN, UNSUPPORTED; UnavailableError while what was begun before cannot be finished."""
+        found = await self._find(identity, request.stream, request.name)
+        self._require_owner(identity, found)
+        return await self._redrive.page(found, request)
 
     async def alter(self, identity: SpiffeId, request: AlterSubscription) -> SubscriptionState:
         """Raises RequestError: NOT_FOUND, FORBIDDEN, CONFIG_INVALID."""

@@ -9,6 +9,7 @@ event loop iteration; after `lost` was called every `Progress` taken before is v
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -23,9 +24,11 @@ from region.log.epochs import EVERYTHING
 from region.log.shard import ShardLog
 from region.metadata.records import Subscription
 from region.streams.hosted import HostedStream
-from region.subscriptions.entries import Dropped, Entry, Letter, decode, encode
+from region.subscriptions.entries import Dropped, Entry, Letter, Returned, Returning, decode, encode
+from region.subscriptions.letters import LetterQueues
 from region.subscriptions.progress import Dying, Progress
 from region.subscriptions.reservations import Reservations
+from region.subscriptions.returns import Returns
 from region.views.actor import ViewActor
 from region.views.dead_letter import DeadLetters, Move, Origin
 from region.views.history import shared_end, told
@@ -34,6 +37,7 @@ log = logging.getLogger("felix.region.subscriptions")
 
 RELOAD_S: Final = 0.2
 """Between tries to read a journal back that refused a write."""
+SETTLE_LOOK_S: Final = 0.005
 
 
 class SubscriptionStore:
@@ -48,9 +52,11 @@ class SubscriptionStore:
         reservations: Reservations,
         lost: Callable[[FelixError], None],
         landed: Callable[[bytes, int], None],
+        letters: LetterQueues,
+        returned: Callable[[bytes, int], None],
     ) -> None:
         """`definitions`: the stream's subscriptions by id. `lost`: a write was refused. `landed`: so many records of the
-        subscription are dead letters now. `reservations`: of this broker."""
+        subscription are dead letters now. `returned`: of this shard, some are to be delivered again. `reservations`: of this broker."""
         self._broker = broker
         self._stream = stream
         self._number = number
@@ -58,6 +64,8 @@ class SubscriptionStore:
         self._reservations = reservations
         self._lost = lost
         self._landed = landed
+        self._letter_queues = letters
+        self._returned = returned
         self._actor: ViewActor | None = None
         self._held: dict[bytes, Progress] = {}
         self._writes: dict[bytes, int] = {}
@@ -65,6 +73,7 @@ class SubscriptionStore:
         self._durable: dict[bytes, int] = {}
         """by subscription: the committed offset as the last write left it that is durable"""
         self._letters: dict[bytes, DeadLetters] = {}
+        self._returns: dict[bytes, Returns] = {}
         self._known_end = EVERYTHING
         """at replay: the next entries name records that are no more from here on"""
 
@@ -108,6 +117,9 @@ class SubscriptionStore:
         # New objects: a write that is still to be refused belongs to the previous state.
         self._writes, self._durable = {}, {}
         self._letters.clear()
+        for returns in self._returns.values():
+            returns.stop()
+        self._returns.clear()
         self._known_end = EVERYTHING
 
     def replay(self, data: bytes) -> None:
@@ -127,6 +139,12 @@ class SubscriptionStore:
             elif over is None:
                 for move in letters.pending:
                     progress.doom(move.held)
+        elif isinstance(entry, Returning | Returned):
+            progress, returns = self.progress(entry.subscription), self._returns_of(entry.subscription)
+            if isinstance(entry, Returned):
+                progress.returned(returns.take_returned().offsets)
+            else:
+                progress.take_back(returns.take(entry, self._known_end).offsets)
         else:
             self.progress(entry.subscription).replay(entry, self._known_end)
 
@@ -139,6 +157,9 @@ class SubscriptionStore:
             self._settled(subscription)
         for letters in self._letters.values():
             letters.start()
+        for subscription, returns in self._returns.items():
+            if subscription in definitions:
+                returns.start()
 
     def preface(self) -> bytes | None:
         records = self.records()
@@ -151,6 +172,9 @@ class SubscriptionStore:
             if letters is not None:
                 for entry in letters.entries():
                     yield encode(Letter(subscription, entry))
+            returns = self._returns.get(subscription)
+            if returns is not None:
+                yield from map(encode, returns.pending)
 
     def lost(self, error: FelixError) -> None:
         self._lost(error)
@@ -274,6 +298,43 @@ class SubscriptionStore:
             )
         return letters
 
+    def give_back(self, returning: Returning, done: Done) -> None:
+        """Deliver these records again, once their dead letters are out of their queue. `done` then, or why that is not known."""
+        self.progress(returning.subscription).take_back(returning.offsets)
+        self._returns_of(returning.subscription).begin(returning, done)
+
+    def _returns_of(self, subscription: bytes) -> Returns:
+        returns = self._returns.get(subscription)
+        if returns is None:
+
+            def returned(returning: Returning) -> None:
+                self.progress(subscription).returned(returning.offsets)
+                self._returned(subscription, self._number)
+
+            returns = self._returns[subscription] = Returns(
+                subscription,
+                f"{self._stream.name}, shard {self._number}",
+                lambda entry, done: self.write([entry], done),
+                lambda returning: self._letter_queues.remove(self.shard, returning),
+                self._letter_queues.leave,
+                returned,
+            )
+        return returns
+
+    async def settle_dead(self, subscription: bytes) -> None:
+        """Return once what is on its way to the subscription's dead letters, or back, has arrived."""
+        while self._is_moving(subscription):  # noqa: ASYNC110 - nobody else asks
+            await asyncio.sleep(SETTLE_LOOK_S)
+
+    def _is_moving(self, subscription: bytes) -> bool:
+        letters = self._letters.get(subscription)
+        return self.is_returning(subscription) or (letters is not None and any(letters.pending))
+
+    def is_returning(self, subscription: bytes) -> bool:
+        """Whether dead letters of the subscription are on their way back."""
+        returns = self._returns.get(subscription)
+        return returns is not None and any(returns.pending)
+
     def _dead_letters_named_by(self, subscription: bytes) -> str:
         definition = self._definitions().get(subscription)
         return "" if definition is None else definition.dead_letter_by or definition.creator
@@ -298,10 +359,15 @@ class SubscriptionStore:
         letters = self._letters.pop(subscription, None)
         if letters is not None:
             letters.stop()
+        returns = self._returns.pop(subscription, None)
+        if returns is not None:
+            returns.stop()
 
     async def close(self) -> None:
         """Write what waits; nothing is decided afterwards."""
         for letters in self._letters.values():
             letters.stop()
+        for returns in self._returns.values():
+            returns.stop()
         if self._actor is not None:
             await self._actor.close()

@@ -28,7 +28,7 @@ from region.broker import Broker
 from region.gather import Done, Gather, ignore, resolving
 from region.metadata.records import Subscription
 from region.streams.hosted import HostedStream
-from region.subscriptions.entries import Entry, clipped
+from region.subscriptions.entries import Entry, Returning, clipped
 from region.subscriptions.group import Group, Step
 from region.subscriptions.progress import Progress, Redelivered
 from region.subscriptions.store import SubscriptionStore
@@ -106,6 +106,8 @@ class DurableSubscription:
         self._timer = DueTimer(self._tick, lambda: broker.streams_ms(), least_s=TICK_S_MIN)
         self._over: FelixError | None = None
         """Why it is closed."""
+        self.redriving = asyncio.Lock()
+        """Held by whoever gives dead letters back: one at a time."""
 
     def _new_group(self) -> Group:
         return Group(len(self._stores), drain_ms=self._drain_ms, exclusive=self.definition.settings.exclusive)
@@ -255,7 +257,7 @@ class DurableSubscription:
                 fenced.append(each.shard)
                 continue
             progress = self.progress(each.shard)
-            ranges = ranges_of(each, progress.committed)
+            ranges = pairs(each.ranges) + progress.up_to(each.through)
             refused = progress.check(ranges)
             if refused is not None:
                 raise refused
@@ -294,11 +296,17 @@ class DurableSubscription:
         owner = self._group.owners.get(shard)
         if owner is not None and owner in self._members:
             asyncio.get_running_loop().call_soon(self._members[owner].wake)
+            if self.progress(shard).is_back:
+                self._arm()
 
     # -- delivery, told by the consumer that does it ---------------------------------------------------
 
     def may_deliver(self, shard: int) -> bool:
         return self.progress(shard).has_room
+
+    def wanted_from(self, shard: int, offset: int) -> int:
+        progress = self.progress(shard)
+        return progress.settled.end_of(max(offset, progress.committed))
 
     def delivered(self, shard: int, base_offset: int, next_offset: int) -> None:
         progress = self.progress(shard)
@@ -373,6 +381,36 @@ class DurableSubscription:
             asyncio.get_running_loop().call_soon(member.wake)
         self._arm()
 
+    # -- dead letters that are given back --------------------------------------------------------------
+
+    def give_back(self, shard: int, returning: Returning, done: Done) -> None:
+        """Deliver these records again, once their dead letters are out of their queue; `done` then, or why that is not known. Whoever calls has asked
+        `refusal`, and of each record `Progress.is_taken`."""
+        self._stores[shard].give_back(returning, done)
+        self._arm()
+
+    def returned(self, shard: int) -> None:
+        """Records of the shard are to be delivered as for the first time."""
+        progress, owner = self.progress(shard), self._group.owners.get(shard)
+        if owner is not None and not progress.has_begun and shard not in self._group.draining:
+            # Nothing is out, so nothing is fenced by it.
+            member, generation = self._members[owner], progress.generation
+            self._write(shard, progress.release(self.now_ms(), died=False))
+            member.revoked(shard, generation, 0)
+            self._assign(member, shard)
+        self._wake(shard)
+        self._arm()
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether dead letters are on their way back."""
+        return any(store.is_returning(self.id) for store in self._stores)
+
+    async def settle_dead(self) -> None:
+        """Return once what is on its way to the dead letters, or back, has arrived."""
+        for store in self._stores:
+            await store.settle_dead(self.id)
+
     # -- positions -------------------------------------------------------------------------------------
 
     async def position(self, starts: dict[int, int]) -> None:
@@ -425,8 +463,9 @@ class DurableSubscription:
                 if each.through >= 0:
                     # Named by itself, so that what is settled already is refused rather than passed over.
                     ranges.add(each.through, each.through + 1)
-                    for part in progress.settled.missing(progress.committed, each.through):
-                        ranges.add(*part)
+                    for first, following in progress.up_to(each.through - 1):
+                        for part in progress.settled.missing(first, following):
+                            ranges.add(*part)
                 error = progress.fence(each.generation) or progress.reserve(list(ranges))
             if error is not None:
                 for held, reserved in kept:
@@ -456,7 +495,8 @@ class DurableSubscription:
                 gather.part()(UnavailableError(f"Shard {each.shard} of {self.stream.name} does not serve."))
                 continue
             ranges, end = ranges_of(each, progress.committed), known_end(records, epochs.get(each.shard))
-            entries = progress.ack(clipped(ranges, end))
+            meant = pairs(each.ranges) + progress.up_to(each.through)
+            entries = progress.ack(clipped(meant, end))
             progress.unreserve(ranges, self.now_ms())
             self._stores[each.shard].write(entries, self._settled(each, gather.part()))
             self._wake(each.shard)

@@ -485,17 +485,14 @@ class DeadLetters:
 
     def _producer_id(self, move: Move) -> int:
         """Of all moves from here to there; another for another incarnation, shard or kind of view. No client may use it."""
-        source = self._source
-        digest = hashlib.sha256(
-            b"felix/move/1\0"
-            + source.incarnation
-            + bytes([self._kind])
-            + self._shard.identity.shard.to_bytes(4)
-            + move.shard.to_bytes(4)
-            + move.stream.encode()
-            + (b"" if self._origin is None else b"\0" + self._origin.id)
-        ).digest()
-        return int.from_bytes(digest[:8]) | (PRODUCER_ID_MAX + 1)
+        return producer_of(
+            self._source.incarnation,
+            self._kind,
+            self._shard.identity.shard,
+            move.stream,
+            move.shard,
+            b"" if self._origin is None else self._origin.id,
+        )
 
     def _batch(
         self, move: Move, offset: int, attempts: int, record: Record | None, producer_id: int, sequence: int
@@ -533,6 +530,28 @@ class DeadLetters:
             if batch.header.body_length <= SEALABLE_BYTES_MAX:
                 return batch
         raise AssertionError("a record without payload fits")
+
+
+def producer_of(
+    incarnation: bytes, kind: JournalKind, shard: int, target: str, target_shard: int, subscription: bytes
+) -> int:
+    """The producer id of what goes from a shard of this incarnation to `target_shard` of another stream, from a durable subscription (its id) or a queue
+    (empty). Since no client may use it, a record that has it was brought by that view of that incarnation."""
+    digest = hashlib.sha256(
+        b"felix/move/1\0"
+        + incarnation
+        + bytes([kind])
+        + shard.to_bytes(4)
+        + target_shard.to_bytes(4)
+        + target.encode()
+        + (b"\0" + subscription if subscription else b"")
+    ).digest()
+    return int.from_bytes(digest[:8]) | (PRODUCER_ID_MAX + 1)
+
+
+def as_given(record: Record) -> dict[str, bytes]:
+    """The headers that a record had before it became a dead letter, as far as they fit."""
+    return {name: value for name, value in record.headers.items() if name not in _OWN}
 
 
 async def read_records(shard: ShardLog, offsets: Sequence[int]) -> list[Record | None]:

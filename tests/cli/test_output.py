@@ -40,6 +40,7 @@ SCENARIO: Sequence[str] = (
     "subscription create acme/ops/orders billing --from earliest",
     "subscription list",
     "subscription describe acme/ops/orders billing",
+    "subscription redrive acme/ops/orders billing",
     "subscription consume acme/ops/orders billing --count 1",
     "stream subscribe acme/ops/orders --from earliest --until-end",
     "queue create acme/work/mails",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from region_process import BrokerProcess, fixed_region
 from typer.testing import CliRunner
 
 from cli.main import app
+from felix import sync
 from felix.errors import FelixError
 
 ORDERS = "acme/payments/orders"
@@ -118,16 +120,40 @@ def test_records_are_looked_up_by_key_and_time(felix: Felix) -> None:
     felix("stream", "subscribe", ORDERS, "--until", "2999-01-01", refused=True)
 
 
-def test_a_redrive_that_cannot_be_says_where_dead_letters_are_worked_on(felix: Felix) -> None:
-    """Only queues take dead letters back: those of a subscription are a queue by themselves."""
+def test_dead_letters_are_delivered_to_their_subscription_again(felix: Felix) -> None:
+    felix("stream", "create", ORDERS)
+    felix("subscription", "create", ORDERS, "billing", "--from", "earliest", "--max-attempts", "1")
+    felix("stream", "publish", ORDERS, given="one\ntwo\nthree\n")
+    with sync.connect("us-east") as region, region.stream(ORDERS).consumer("billing") as consumer:
+        for _ in range(3):
+            assert consumer.nack(next(consumer), reason="broken")
+        limit = time.monotonic() + 60
+        while region.stream(ORDERS).describe_subscription("billing").dead < 3 and time.monotonic() < limit:
+            time.sleep(0.01)
+        (held,) = region.queue(f"{ORDERS}.dead").lease(1)
+        said = felix("subscription", "redrive", ORDERS, "billing", "--records", "1")
+        assert said == f"1 dead letter is delivered to billing of {ORDERS} again\n"
+        done = CliRunner().invoke(app, ["subscription", "redrive", ORDERS, "billing"])
+        assert done.stdout == f"1 dead letter is delivered to billing of {ORDERS} again\n"
+        assert "1 dead letter is left where they lie: a worker or a transaction holds them." in done.stderr
+        held.release()
+        state = json.loads(felix("subscription", "redrive", ORDERS, "billing", "--json"))
+        assert state == {"kind": "Redrive", "redriven": 1, "gone": 0, "held": 0, "full": False}
+        again = [next(consumer) for _ in range(3)]
+        assert sorted(record.payload for record in again) == [b"one", b"three", b"two"]
+        assert {record.attempt for record in again} == {1}
+
+
+def test_a_redrive_of_a_queue_that_is_none_names_the_command_for_subscriptions(felix: Felix) -> None:
+    """Those of a subscription are a queue by themselves, and go back to it alone."""
     felix("stream", "create", ORDERS)
     felix("queue", "create", f"{ORDERS}.dead")
     done = CliRunner().invoke(app, ["queue", "redrive", ORDERS])
     assert isinstance(done.exception, FelixError)
-    assert done.exception.hint == f"Work on them there: felix queue consume {ORDERS}.dead"
+    assert done.exception.hint.endswith(f"felix subscription redrive {ORDERS} NAME")
     done = CliRunner().invoke(app, ["queue", "redrive", f"{ORDERS}.dead"])
     assert done.exit_code == 0
     assert (
         f"felix queue redrive {ORDERS})" in done.stderr
-        and f"felix queue consume {ORDERS}.dead)" in done.stderr
+        and f"felix subscription redrive {ORDERS} NAME)" in done.stderr
     )

@@ -139,6 +139,61 @@ async def test_dead_letters_have_as_many_copies_and_come_back_from_the_next_lead
                 await job.ack()
 
 
+async def test_a_subscriptions_dead_letters_are_given_back_by_the_next_leader_each_once(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region:
+        async with region.client("b1") as client:
+            await client.create_stream(STREAM, replicas=3, shards=2)
+            once = felix.SubscriptionSettings("earliest", retries=felix.Retries(attempts_max=1))
+            await client.stream(STREAM).create_subscription("crew", once)
+        async with region.client(other_than(region, STREAM)) as client:
+            stream = client.stream(STREAM)
+            published = {b"%d" % number for number in range(200)}
+            await stream.publish_many(sorted(published))
+            async with stream.consumer("crew") as consumer:
+                for _ in published:
+                    await consumer.nack(await anext(consumer), reason="broken")
+
+            async def shared_out() -> bool:
+                """Each record is a dead letter, or the subscription is to get it."""
+                state = await stream.describe_subscription("crew")
+                lag = sum(shard.lag_records for shard in state.shards)
+                return lag + (await client.queue(f"{STREAM}.dead").describe()).ready == 200
+
+            await until(shared_out)
+            for _ in range(2):
+                at = next(iter(region.nodes))
+                for name in (STREAM, f"{STREAM}.dead"):
+                    await region.in_sync(at, name)
+                leader = region.leader(at, STREAM)
+                redriving = asyncio.ensure_future(stream.redrive_subscription("crew", 60))
+                await asyncio.sleep(0.01)
+                await region.stop(leader)
+                await asyncio.wait([redriving])
+                at = next(iter(region.nodes))
+                await until(
+                    lambda at=at, last=leader: (
+                        region.leader(at, STREAM) == region.leader(at, f"{STREAM}.dead") != last
+                    )  # type: ignore[misc]
+                )
+                await region.start(leader)
+                await until(shared_out)
+            await until(shared_out)
+            while (await client.queue(f"{STREAM}.dead").describe()).ready:
+                await stream.redrive_subscription("crew")
+            got: Counter[bytes] = Counter()
+            async with stream.consumer("crew") as consumer:
+                for _ in published:
+                    record = await anext(consumer)
+                    assert record.attempt == 1 and await consumer.ack(record)
+                    got[record.payload] += 1
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        await anext(consumer)
+            assert set(got) == published and set(got.values()) == {1}
+
+
 async def test_a_journal_that_is_gone_is_copied_anew_and_its_broker_may_lead(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:

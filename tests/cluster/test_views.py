@@ -168,6 +168,36 @@ async def test_dead_letters_are_placed_beside_their_queue_and_brought_back_throu
                 await job.ack()
 
 
+async def test_a_subscriptions_dead_letters_are_given_back_through_any_broker(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with (
+        serving(tmp_path, etcd) as region,
+        region.client("b1") as first,
+        region.client("b3") as third,
+    ):
+        once = felix.SubscriptionSettings("earliest", retries=felix.Retries(attempts_max=1))
+        for broker in ("b1", "b2", "b3"):
+            name = await of_kind(region, first, "stream", broker)
+            stream = third.stream(name)
+            await stream.create_subscription("crew", once)
+            await stream.publish_many([b"0", b"1"])
+            async with stream.consumer("crew") as consumer:
+                for _ in range(2):
+                    await consumer.nack(await anext(consumer), reason="broken")
+
+                async def both_are_dead(stream: felix.Stream = stream) -> bool:
+                    return (await stream.describe_subscription("crew")).dead == 2
+
+                await until(both_are_dead)
+                assert region.leader(broker, f"{name}.dead") == broker
+                assert (await first.stream(name).redrive_subscription("crew")).redriven == 2
+                again = [await anext(consumer) for _ in range(2)]
+                assert [record.attempt for record in again] == [1, 1]
+                for record in again:
+                    assert await consumer.ack(record)
+
+
 async def test_a_stream_that_another_broker_leads_is_not_named_for_dead_letters(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:

@@ -16,6 +16,7 @@ from region_peer import client
 
 from felix.settings import Retries, SubscriptionSettings
 from felix.subscription import CREDIT_BYTES_MIN
+from region.subscriptions.entries import RANGES_MAX
 from region.subscriptions.progress import DYING_MAX
 from region.subscriptions.service import SUBSCRIPTIONS_MAX
 from region.views.dead_letter import DEAD_SUBSCRIPTION
@@ -28,8 +29,8 @@ async def test_the_commands_run(tmp_path: Path) -> None:
     async with running(make_region(tmp_path, "us-east")) as node, client(node.folder) as region:
         await region.create_stream(DEPARTURES)
         await region.stream(DEPARTURES).publish_many([b"%d" % n for n in range(11)])
-        (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.S | re.M)
-        for line in commands.splitlines():
+        blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.S | re.M)
+        for line in "".join(blocks).splitlines():
             await asyncio.to_thread(felix_command, tmp_path, *line.split()[1:])
         await region.stream(DEPARTURES).delete_subscription("billing")
 
@@ -54,6 +55,7 @@ def test_every_setting_is_in_the_table() -> None:
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
-    for number in (SUBSCRIPTIONS_MAX, DYING_MAX, CREDIT_BYTES_MIN, SubscriptionSettings().unacked_max):
+    numbers = (SUBSCRIPTIONS_MAX, DYING_MAX, RANGES_MAX, CREDIT_BYTES_MIN, SubscriptionSettings().unacked_max)
+    for number in numbers:
         assert f"{number:,}" in PAGE, number
     assert f"`{DEAD_SUBSCRIPTION}`" in PAGE

@@ -165,8 +165,8 @@ class BrokerHost(Host):
         nothing: Any = None
         governance: Any = Trusting()
         self.caches = CacheService(broker)
-        self.subscriptions = SubscriptionService(broker, catalog, mirror)
         queues = QueueService(broker)
+        self.subscriptions = SubscriptionService(broker, catalog, mirror, queues)
         participants: dict[str, Participant] = {
             "subscription": SubscriptionParticipant(broker, self.subscriptions),
             "queue": QueueParticipant(broker, queues),

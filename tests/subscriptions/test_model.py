@@ -1,5 +1,5 @@
 """Durable subscriptions against a simple model: thousands of steps of consumers that come, work, fail, stall, die and leave, seeks,
-transactions and restarts. Real journals, real logs, real delivery; only the wire and the clock are the test's."""
+redrives, transactions and restarts. Real journals, real logs, real delivery; only the wire and the clock are the test's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from long_runs import count, seeded
 from runtimes import with_wall
 from slow_runs import only_slow
@@ -22,7 +28,7 @@ from felix.batch import Batch, NewRecord, decode_header, encode_batch
 from felix.consumer_messages import Nack, ShardAck, SubscriptionAcks
 from felix.errors import Code, FelixError
 from felix.frames import FrameDecoder, FrameType, decode_gap
-from felix.messages import CreateSubscription
+from felix.messages import CreateSubscription, RedriveSubscription
 from felix.names import SpiffeId, StreamName
 from felix.ranges import RangeSet
 from felix.settings import Durability, Retries, SubscriptionSettings
@@ -38,10 +44,12 @@ from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import StreamConfig
+from region.queue.service import QueueService
 from region.streams.table import StreamTable
 from region.subscriptions.progress import Redelivered
 from region.subscriptions.service import SubscriptionService
 from region.subscriptions.subscription import DurableSubscription
+from region.views.dead_letter import read_records
 
 # Thousands of syncs, and each takes its time on a slow disk.
 pytestmark = pytest.mark.timeout(900)
@@ -52,7 +60,8 @@ SHARDS = 3
 ACK_TIMEOUT_MS = 20_000_000
 """Longer than all the waits of an example: `stall` alone takes as long."""
 UNACKED_MAX = 40
-ATTEMPTS_MAX = 4
+ATTEMPTS_MAX = (1, 2, 4)
+"""With one, dead letters are many."""
 DELAY_MS = 100
 EXAMPLES = 10
 """Of a round: some 3,500 steps. Rounds are played until there are enough."""
@@ -199,8 +208,9 @@ class Player:
 class World:
     """A broker without a wire, its players, and the model: what is settled, and how often each record has failed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, attempts_max: int) -> None:
         self.folder = folder
+        self.attempts_max = attempts_max
         self.store = MemoryStore()
         self.now_ms = 1_000_000_000
         self.ahead_ms = 0
@@ -208,6 +218,10 @@ class World:
         self.ends = [0] * SHARDS
         self.settled: list[set[int]] = [set() for _ in range(SHARDS)]
         self.failures: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self.given: list[set[int]] = [set() for _ in range(SHARDS)]
+        """Given back, and not handed out since."""
+        self.giving: set[tuple[int, int]] = set()
+        """Records that may come at any time, as they are being given back."""
         self.players: list[Player] = []
         self.made = 0
         self.handed = 0
@@ -231,7 +245,8 @@ class World:
         )
         self.broker.boot_ms = lambda: self.now_ms
         self.meter = self.broker.quotas.enter(str(OPERATOR))
-        self.service = SubscriptionService(self.broker, catalog, self.mirror)
+        self.queues = QueueService(self.broker)
+        self.service = SubscriptionService(self.broker, catalog, self.mirror, self.queues)
         config = StreamConfig(shards=SHARDS, durability=Durability())
         if self.made or self.ends != [0] * SHARDS:
             for record in list(self.mirror.streams.values()):
@@ -240,7 +255,7 @@ class World:
         else:
             await self.broker.create_stream(ORDERS, config)
             await self.service.start()
-            retries = Retries(attempts_max=ATTEMPTS_MAX, interval_ms=DELAY_MS, interval_ms_max=DELAY_MS)
+            retries = Retries(attempts_max=self.attempts_max, interval_ms=DELAY_MS, interval_ms_max=DELAY_MS)
             wanted = SubscriptionSettings("earliest", ACK_TIMEOUT_MS, retries, UNACKED_MAX)
             await self.service.create(OPERATOR, CreateSubscription(str(ORDERS), "billing", wanted))
         self.made += 1
@@ -253,6 +268,7 @@ class World:
             player.delivery.close()
         self.players.clear()
         await self.service.close()
+        await self.queues.close()
         await self.broker.streams.close()
         await self.directory.close()
         await self.mirror.close()
@@ -261,17 +277,22 @@ class World:
 
     def handed_out(self, player: Player, shard: int, offset: int, attempt: int) -> None:
         self.handed += 1
+        if (shard, offset) in self.giving:
+            self.giving.discard((shard, offset))
+            self.settled[shard].discard(offset)
         assert offset not in self.settled[shard], "what is settled does not come again"
         failures = self.failures[shard].get(offset, 0)
         assert attempt == failures + 1, (shard, offset, attempt, failures)
-        assert attempt <= ATTEMPTS_MAX
+        assert attempt <= self.attempts_max
         assert self.subscription.progress(shard).generation == player.generations[shard]
         for other in self.players:
             assert offset not in other.held.get(shard, {}), "one consumer at a time has a record"
+        self.given[shard].discard(offset)
 
     def settle(self, shard: int, offset: int) -> None:
         self.settled[shard].add(offset)
         self.failures[shard].pop(offset, None)
+        self.given[shard].discard(offset)
 
     def fail(self, shard: int, offset: int) -> None:
         self.failures[shard][offset] = self.failures[shard].get(offset, 0) + 1
@@ -282,7 +303,7 @@ class World:
             (shard, offset)
             for shard in range(SHARDS)
             for offset, count in self.failures[shard].items()
-            if count >= ATTEMPTS_MAX
+            if count >= self.attempts_max
         ]
         if not dead:
             return False
@@ -293,6 +314,44 @@ class World:
                     await asyncio.sleep(0.001)
                 self.settle(shard, offset)
         return True
+
+    async def letters(self) -> dict[int, tuple[int, int]]:
+        """The dead letters that are not done, by their offsets: for which record of which shard each stands."""
+        held = self.broker.streams.get(StreamName.parse(f"{ORDERS}.dead"))
+        if held is None:
+            return {}
+        (shard,) = (await self.queues.queue(held)).shards
+        wanted = [
+            n for n in range(shard.log.log_start_offset, shard.log.high_watermark) if not shard.is_done(n)
+        ]
+        found: dict[int, tuple[int, int]] = {}
+        for record in await read_records(shard.log, wanted):
+            assert record is not None
+            place = int(record.headers["felix.dead.shard"]), int(record.headers["felix.dead.offset"])
+            found[record.offset] = place
+        return found
+
+    async def redrive(self, records: int) -> None:
+        before = await self.letters()
+        wanted = RedriveSubscription(str(ORDERS), "billing", records)
+        self.giving = set(before.values())
+        redriven = await self.service.redrive(OPERATOR, wanted)
+        after = await self.letters()
+        self.giving.clear()
+        gone = [before[offset] for offset in before if offset not in after]
+        assert redriven.redriven == len(gone) and not redriven.gone and not redriven.full
+        global given
+        given += len(gone)
+        if len(gone) < records:
+            assert redriven.held == len(after)
+            assert set(after.values()) <= set(gone), "one of several dead letters of a record at a time"
+        for number, offset in gone:
+            if offset in self.settled[number]:
+                self.settled[number].discard(offset)
+                self.given[number].add(offset)
+            elif offset in self.subscription.progress(number)._unseen:
+                # A seek had brought it before it was given back, and nobody was sent it since.
+                self.given[number].add(offset)
 
     def is_settled(self, shard: int, offset: int) -> bool:
         progress = self.subscription.progress(shard)
@@ -347,6 +406,7 @@ class World:
 
 steps = 0
 handed = 0
+given = 0
 restarts = 0
 
 
@@ -355,7 +415,10 @@ class DurableAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="felix-durable-"))
         self.loop = asyncio.new_event_loop()
-        self.world = World(self.folder)
+
+    @initialize(attempts_max=st.sampled_from(ATTEMPTS_MAX))
+    def begin(self, attempts_max: int) -> None:
+        self.world = World(self.folder, attempts_max)
         self.run(self.world.start())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -459,9 +522,12 @@ class DurableAgainstModel(RuleBasedStateMachine):
             if found is None:
                 return
             player, shard, through = found
-            # What is below and not in hand (it waits for its next attempt) counts as done, too.
+            # What is below and not in hand (it waits for its next attempt) counts as done, too, but for what was given back and nobody was sent.
+            given = set(self.world.given[shard])
             await self.acknowledge(player, ShardAck(shard, player.generations[shard], through=through))
             for offset in range(through + 1):
+                if offset in given:
+                    continue
                 self.world.settle(shard, offset)
                 player.held[shard].pop(offset, None)
                 player.again[shard].pop(offset, None)
@@ -474,15 +540,17 @@ class DurableAgainstModel(RuleBasedStateMachine):
             found = self.record(number)
             if found is None:
                 return
-            player, shard, offset = found
-            future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
-            player.held[shard].pop(offset)
-            self.world.fail(shard, offset)
-            call = Nack(shard, player.generations[shard], [offset, offset + 1], delay, "no")
-            self.world.subscription.nack(player.number, call, future.set_result)
-            assert await future is None
+            await self.fail(*found, delay)
 
         self.step(work())
+
+    async def fail(self, player: Player, shard: int, offset: int, delay: int) -> None:
+        future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
+        player.held[shard].pop(offset)
+        self.world.fail(shard, offset)
+        call = Nack(shard, player.generations[shard], [offset, offset + 1], delay, "no")
+        self.world.subscription.nack(player.number, call, future.set_result)
+        assert await future is None
 
     @precondition(lambda self: self.world.players)
     @rule(number=st.integers(0, 99), shard=st.integers(0, SHARDS - 1))
@@ -558,7 +626,41 @@ class DurableAgainstModel(RuleBasedStateMachine):
             offset = round(self.world.ends[shard] * part)
             self.world.settled[shard] = set(range(offset))
             self.world.failures[shard].clear()
+            self.world.given[shard].clear()
             await self.world.subscription.position({shard: offset})
+
+        self.step(work())
+
+    @rule(records=st.sampled_from([1, 3, 500]))
+    def redrive(self, records: int) -> None:
+        self.step(self.world.redrive(records))
+
+    @rule(numbers=st.lists(st.integers(0, 999), min_size=1, max_size=4), records=st.sampled_from([0, 1, 500]))
+    def spoil(self, numbers: list[int], records: int) -> None:
+        """Some records fail until they are dead letters, of which some are given back at once."""
+
+        async def work() -> None:
+            if not self.world.players:
+                await self.join_one()
+                await self.world.quiet()
+            for number in numbers:
+                found = self.record(number)
+                while found is not None:
+                    player, shard, offset = found
+                    await self.fail(player, shard, offset, 0)
+                    await self.world.quiet()
+                    self.world.subscription._tick()
+                    await self.world.quiet()
+                    found = next(
+                        (
+                            (each, shard, offset)
+                            for each in self.world.players
+                            if offset in each.held.get(shard, ())
+                        ),
+                        None,
+                    )
+            if records:
+                await self.world.redrive(records)
 
         self.step(work())
 
@@ -667,3 +769,4 @@ def test_thousands_of_steps_never_differ_from_the_model(least: int) -> None:
         )
     assert steps >= least
     assert restarts >= restarts_least and handed >= least // 2
+    assert given >= least // 50

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from long_runs import count
 
+from felix.errors import Code
 from felix.settings import Retries, SubscriptionSettings
-from region.subscriptions.progress import WAITING_MAX, Progress
+from region.subscriptions.progress import AT_ONCE_MS, WAITING_MAX, Progress
 
 NOW = 1_700_000_000_000
 
@@ -174,3 +175,111 @@ def test_a_shard_that_was_let_go_while_the_clock_was_ahead_is_delivered_at_once_
     progress.assign(2)
     progress.cursor = 10
     assert [each.attempt for each in progress.again(NOW - HOUR_MS)] == [2]
+
+
+def given_back(*offsets: int) -> Progress:
+    """Of ten records that an owner was sent, and acknowledged, these had been dead letters and are on their way back."""
+    progress = Progress(bytes(8), SubscriptionSettings(unacked_max=3))
+    progress.move(0)
+    progress.assign(1)
+    progress.delivered(0, 10, NOW)
+    progress.ack([(0, 10)])
+    progress.take_back(offsets)
+    return progress
+
+
+def test_what_is_on_its_way_back_is_nobodys() -> None:
+    progress = given_back(2, 3, 7)
+    assert progress.committed == 2 and list(progress.settled) == [(4, 7), (8, 10)]
+    assert not progress.again(NOW) and progress.lag(10) == progress.waiting_count == 3
+    refused = progress.reserve([(3, 4)])
+    assert refused is not None and refused.code is Code.CONSUMER_FENCED
+    assert progress.up_to(9) == [(4, 7), (8, 10)]
+    progress.ack(progress.up_to(9))
+    assert progress.committed == 2
+    # Who had it in hand when its time ran out has worked on it after all.
+    progress.ack([(2, 3)])
+    assert progress.committed == 3
+    progress.returned([2, 3, 7])
+    (again,) = progress.again(NOW)
+    assert (again.attempt, again.ranges) == (1, [(3, 4), (7, 8)])
+
+
+def test_no_more_come_back_at_a_time_than_the_owner_may_have() -> None:
+    progress = given_back(*range(8))
+    progress.returned(range(8))
+    assert not progress.has_room, "what is back goes before what is new"
+    (again,) = progress.again(NOW)
+    assert again.ranges == [(0, 3)]
+    assert not progress.again(NOW) and progress.next_ms() != AT_ONCE_MS
+    progress.redelivered(0, 10, NOW)
+    assert progress.up_to(9) == [(0, 3), (8, 10)], "what nobody was sent is not meant"
+    progress.ack([(0, 2)])
+    assert progress.next_ms() == AT_ONCE_MS
+    (again,) = progress.again(NOW)
+    assert again.ranges == [(3, 5)]
+
+    apart = given_back(1, 3, 5, 7)
+    apart.returned([1, 3, 5, 7])
+    (again,) = apart.again(NOW)
+    assert again.ranges == [(1, 2), (3, 4), (5, 6)]
+
+
+def test_what_came_back_and_was_not_sent_is_delivered_to_the_next_owner_for_the_first_time() -> None:
+    progress = given_back(2, 7)
+    progress.returned([2, 7])
+    progress.release(NOW, died=True)
+    assert list(progress.assign(2)) == [(3, 7), (8, 10)]
+    progress.delivered(0, 10, NOW)
+    assert progress.out_count == 2 and progress.up_to(9) == [(2, 10)]
+
+
+def test_a_snapshot_holds_nothing_of_what_came_back_but_that_it_is_not_settled() -> None:
+    progress = given_back(2, 7)
+    progress.returned([7])
+    read = Progress(bytes(8), progress.settings)
+    for entry in progress.snapshot():
+        read.replay(entry)
+    # What is on its way is told behind it (region.subscriptions.store).
+    read.take_back([2])
+    assert read.committed == 2 and list(read.settled) == list(progress.settled)
+    assert list(read.assign(2)) == [(2, 7), (8, 10)]
+
+
+def test_what_is_ahead_of_the_owner_comes_to_it_once() -> None:
+    """As after a seek back: its owner was not told to leave it out."""
+    progress = Progress(bytes(8), SubscriptionSettings())
+    progress.move(0)
+    assert not progress.assign(1)
+    progress.delivered(0, 5, NOW)
+    progress.take_back([3, 7])
+    progress.returned([3, 7])
+    assert not progress.again(NOW) and progress.out_count == 5
+    progress.delivered(5, 10, NOW)
+    assert not progress.again(NOW) and progress.out_count == 10
+
+    # One that a transaction settles before the owner's cursor has come to it is not among what the owner leaves out, either.
+    progress.move(0)
+    progress.assign(2)
+    progress.ack([(7, 8)])
+    progress.take_back([7])
+    progress.returned([7])
+    progress.delivered(0, 10, NOW)
+    assert not progress.again(NOW) and progress.out_count == 10
+
+
+def test_of_a_batch_that_begins_below_what_is_committed_the_rest_is_out() -> None:
+    """The owner's delivery left out what was acknowledged, and goes on within the batch."""
+    progress = given_back(2)
+    progress.returned([2])
+    progress.release(NOW, died=False)
+    progress.assign(2)
+    progress.delivered(0, 3, NOW)
+    progress.ack([(2, 3)])
+    assert (progress.committed, progress.cursor) == (10, 3)
+    progress.delivered(8, 12, NOW)
+    assert progress.out_count == 2
+    progress.take_back([9])
+    progress.returned([9])
+    (again,) = progress.again(NOW)
+    assert again.ranges == [(9, 10)]
