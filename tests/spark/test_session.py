@@ -29,8 +29,12 @@ from felix.errors import RequestError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_jvm_that_is_gone_leaves_no_stack_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_jvm_that_is_gone_leaves_no_stack_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     py4j = pytest.importorskip("py4j.java_gateway")
+    # A session of this process is open in other tests, and keeps the log as quiet.
+    monkeypatch.setattr(logging.getLogger(), "filters", [])
 
     def told(path: str) -> None:
         record = logging.LogRecord(
