@@ -61,9 +61,9 @@ FETCHED_BYTES_MAX: Final = 1 << 30
 """Of fetched segments on the local disk, per broker, unless the region says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OffloadReport:
-    """What one turn did."""
+    """What one turn did, also one that failed in the middle."""
 
     uploaded: int = 0
     uploaded_bytes: int = 0
@@ -148,24 +148,27 @@ class Offloader:
         self._writer = writer
         self._pace = pace
         self._tag = tag
+        self.report = OffloadReport()
 
     def run(self, below: int, epochs: Sequence[EpochStart], *, upload: bool) -> OffloadReport:
-        """Delete what is pending deletion; upload what is closed and wholly below `below`, if asked; let local files go.
+        """Delete what is pending deletion; upload what is closed and wholly below `below`, if asked; let local files go. A store that deletes
+        nothing holds up no upload: it is told of at the end.
 
-        Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError.
+        Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError; `report` has what was done until then.
         """
-        disk = self._disk
-        deleted = self._delete_doomed()
-        uploaded = uploaded_bytes = 0
+        disk, report = self._disk, self.report
+        failure = self._delete_doomed()
         for segment in disk.segments[:-1] if upload else ():
             if segment.next_offset > below:
                 break
             if segment.remote is None and segment.header.span is None:
                 self._upload(segment, tuple(epochs))
-                uploaded += 1
-                uploaded_bytes += segment.segment_bytes
-        dropped = drop_local(disk, self._writer, self._local_bytes) if upload else 0
-        return OffloadReport(uploaded, uploaded_bytes, dropped, deleted)
+                report.uploaded += 1
+                report.uploaded_bytes += segment.segment_bytes
+        report.dropped = drop_local(disk, self._writer, self._local_bytes) if upload else 0
+        if failure is not None:
+            raise failure
+        return report
 
     def _save(self, change: Callable[[OffloadState], OffloadState]) -> None:
         with self._writer:
@@ -178,17 +181,29 @@ class Offloader:
         with self._writer:  # 5
             self._disk.add_offloaded(segment, entry)
 
-    def _delete_doomed(self) -> int:
-        urls = self._disk.offload.pending_deletion
-        for url in urls:
-            delete_object(url)
-        if urls:
+    def _delete_doomed(self) -> UnavailableError | None:
+        """Delete what is pending deletion, as far as its stores do; what the first of them said that did not. Of a store that did not, no more is
+        asked in this turn."""
+        failed: dict[str, UnavailableError] = {}
+        deleted: set[str] = set()
+        for url in self._disk.offload.pending_deletion:
+            base = url.rpartition("/")[0]
+            if base in failed:
+                continue
+            try:
+                delete_object(url)
+            except UnavailableError as error:
+                failed[base] = error
+            else:
+                deleted.add(url)
+        if deleted:
             self._save(
                 lambda state: msgspec.structs.replace(
-                    state, pending_deletion=tuple(url for url in state.pending_deletion if url not in urls)
+                    state, pending_deletion=tuple(url for url in state.pending_deletion if url not in deleted)
                 )
             )
-        return len(urls)
+        self.report.deleted = len(deleted)
+        return next(iter(failed.values()), None)
 
 
 def upload(

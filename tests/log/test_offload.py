@@ -223,6 +223,43 @@ def test_retention_deletes_objects_too_also_after_a_store_was_away(
     log.close()
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_store_that_deletes_nothing_holds_up_no_upload_and_no_other_store(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    log = filled(tmp_path)
+    offload(log, place)
+    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
+    doomed = set(log.offload.pending_deletion)
+    # `elsewhere`: the stream is offloaded to another store by now, and the first one is gone for good.
+    newer = f"{place}-b" if elsewhere else place
+    for at in range(30):
+        append(log, b"%d" % at)
+    deleted = store.delete
+
+    def refuses(url: str) -> None:
+        if url.startswith(f"{place}/"):
+            raise UnavailableError("The store deletes nothing.")
+        deleted(url)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "delete", refuses)
+        with pytest.raises(UnavailableError, match="deletes nothing"):
+            offload(log, newer)
+        assert all(segment.remote is not None for segment in log.segments[:-1])
+        assert log.bytes_held == log.segments[-1].segment_bytes and set(log.offload.pending_deletion) == doomed
+        log.delete_old(Retention(size_bytes=2_000), 1_000, below=log.end_offset)
+        assert set(log.offload.pending_deletion) > doomed
+        with pytest.raises(UnavailableError, match="deletes nothing"):
+            offload(log, newer)
+        left = {url for url in log.offload.pending_deletion if not url.startswith(f"{place}/")}
+        assert not left
+    offload(log, newer)
+    assert not log.offload.pending_deletion
+    read_all(log)
+    log.close()
+
+
 def test_a_lost_list_of_what_is_elsewhere_is_damage(tmp_path: Path, place: str) -> None:
     log = filled(tmp_path)
     offload(log, place)
@@ -641,6 +678,27 @@ async def test_a_store_that_is_away_holds_up_nothing_that_is_local(
         assert len(await everything(shard)) == 41
         await shard.offload(5_000, place)
         assert shard.offload_waiting_bytes == 0 and not shard.offload_due(5_000)
+
+
+async def test_what_was_uploaded_before_a_turn_failed_is_counted(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, place) as shard:
+        for at in range(40):
+            await shard.append(batch_of(b"%d" % at * 40))
+        real, calls = store.put_file, list[str]()
+
+        def twice(files: Files, source: Path, url: str, pace: store.Pace = store.no_pace) -> store.Digest:
+            calls.append(url)
+            if len(calls) > 2:
+                raise UnavailableError("The store is full.")
+            return real(files, source, url, pace)
+
+        monkeypatch.setattr(store, "put_file", twice)
+        with pytest.raises(UnavailableError, match="full"):
+            await shard.offload(0, place)
+        assert (shard.counters.offloaded_segments, shard.counters.offload_failed) == (2, 1)
+        assert shard.counters.offloaded_bytes > 0
 
 
 async def test_a_full_disk_refuses_fetches_and_turns_and_nothing_is_lost(tmp_path: Path, place: str) -> None:
