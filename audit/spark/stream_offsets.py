@@ -179,5 +179,5 @@ def offsets_for_bytes(state: StreamState, start: Positions, end: Positions, byte
         number = max(0, end.get(shard.shard, 0) - start.get(shard.shard, 0))
         held = shard.log_end - shard.log_start
         waiting += number
-        size += number * (shard.size_bytes / held if held > 0 else 0.0)
+        size += number * ((shard.size_bytes + shard.store_only_bytes) / held if held > 0 else 0.0)
     return max(1, int(waiting * bytes_max / size)) if size > bytes_max else max(1, int(waiting))
