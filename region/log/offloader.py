@@ -414,6 +414,7 @@ def _check_end(files: Files, path: Path, entry: Offloaded) -> None:
 def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:
     """Those that follow each other up to the newest, oldest first: leaders of a log with copies may have uploaded a segment twice. Raises
     CorruptionError where offsets are missing."""
+    manifests = _of_last_history(manifests)
     by_end = {one.segment.next_offset: one for one in sorted(manifests, key=lambda one: one.segment.url)}
     chain = [by_end[max(by_end)]]
     while (before := by_end.get(chain[-1].segment.base_offset)) is not None:
@@ -423,6 +424,27 @@ def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:
     if ends:
         raise CorruptionError(f"Offsets {max(ends)} to {first - 1} are missing at {base}.")
     return chain[::-1]
+
+
+def _of_last_history(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """Those of the history that the log had last. Where it was put back to a backup, or an unclean election gave its end up, segments of before may
+    be left in the store, behind where the two part. No epoch is given twice: the newest one that anybody wrote down tells."""
+    last = max(manifests, key=lambda one: one.epochs[-1].epoch if one.epochs else 0)
+    return [one for one in manifests if _shares_history(one, last)]
+
+
+def _shares_history(one: Manifest, last: Manifest) -> bool:
+    """Whether the epochs that began in `one`'s segment and before it are those of `last`. A long history forgets its oldest ones, and a manifest may
+    have none: what it does not say speaks against nobody."""
+    if not one.epochs or not last.epochs:
+        return True
+    first = max(one.epochs[0].epoch, last.epochs[0].epoch)
+    end = one.segment.next_offset
+    known, lasting = (
+        [start for start in each.epochs if start.epoch >= first and start.start_offset < end]
+        for each in (one, last)
+    )
+    return known == lasting
 
 
 def _differs(url: str) -> UnavailableError:

@@ -28,7 +28,6 @@ from region.log import fsspec_store as store
 from region.log.disk import DiskLog
 from region.log.epochs import EpochStart
 from region.log.offload import (
-    MANIFEST_SUFFIX,
     ListPointer,
     Offloaded,
     OffloadList,
@@ -36,6 +35,7 @@ from region.log.offload import (
     decode_list,
     encode_list,
     epoch_of,
+    is_object,
     is_of_shard,
     list_name,
     object_name,
@@ -189,11 +189,11 @@ def delete_orphans(listed: OffloadList, pointer: ListPointer, base: str) -> int:
 
 
 def delete_all(urls: Iterable[str]) -> None:
-    """Delete these objects, and all that stands beside them in their shard's place: of a stream that was deleted."""
+    """Delete these objects, and all that brokers have put beside them in their shard's place, of whichever history: of a stream that was deleted."""
     urls = list(urls)
     for url in urls:
         delete_object(url)
     for base in {url.rpartition("/")[0] for url in urls}:
         for name in store.list_names(base):
-            if epoch_of(name) is not None or name.endswith(MANIFEST_SUFFIX):
+            if is_object(name):
                 store.delete(object_url(base, name))

@@ -89,11 +89,17 @@ def append(log: DiskLog, payload: bytes, time_ms: int = 1_000) -> None:
     log.sync()
 
 
-def offload(log: DiskLog, base: str, local_bytes: int = 0, files: Files | None = None) -> object:
+def offload(
+    log: DiskLog,
+    base: str,
+    local_bytes: int = 0,
+    files: Files | None = None,
+    epochs: tuple[EpochStart, ...] = (),
+) -> object:
     offloader = Offloader(
         log, files or DiskFiles(), base, local_bytes, writer=nullcontext(), pace=store.no_pace, tag=tag
     )
-    return offloader.run(log.end_offset, (), upload=True)
+    return offloader.run(log.end_offset, epochs, upload=True)
 
 
 def read_all(log: DiskLog, cache: FetchedCache | None = None) -> list[bytes]:
@@ -311,6 +317,56 @@ def test_a_lost_folder_is_made_anew_from_the_store(tmp_path: Path) -> None:
         restore_shard(place, tmp_path / "other", IDENTITY._replace(shard=4), DiskFiles(), tag)
 
 
+@pytest.mark.parametrize("fewer", [False, True])
+def test_a_history_that_was_given_up_is_not_restored_behind_the_one_that_replaced_it(
+    tmp_path: Path, place: str, fewer: bool
+) -> None:
+    folder, backup = tmp_path / "folder", tmp_path / "backup"
+    log = filled(folder)
+    offload(log, place, epochs=(EpochStart(7, 0),))
+    log.close()
+    shutil.copytree(folder, backup)
+    log = open_disk(folder, limits=SMALL)
+    for at in range(100, 150 if fewer else 190):
+        append(log, b"%d" % at)
+    # Without a restart its epoch is still the first one's; with one it is its own.
+    for at in range(190, 200):
+        append(log, b"%d" % at)
+    offload(log, place, epochs=(EpochStart(7, 0), *([EpochStart(8, 60)] if fewer else [])))
+    log.close()
+    # The folder is put back, and the log goes on in an epoch of its own.
+    shutil.rmtree(folder)
+    shutil.copytree(backup, folder)
+    log = open_disk(folder, limits=SMALL)
+    for at in range(300, 320):
+        append(log, b"%d" % at)
+    offload(log, place, epochs=(EpochStart(7, 0), EpochStart(9, 30)))
+    wanted, end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(folder)
+    restored = restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    assert (restored.start, restored.end) == (0, end)
+    log = open_disk(folder, limits=SMALL)
+    assert read_all(log) == wanted[:end]
+    log.close()
+
+
+def test_epochs_that_a_long_history_forgot_leave_no_segment_out(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    offload(log, place, epochs=(EpochStart(1, 0), EpochStart(2, 9)))
+    for at in range(30):
+        append(log, b"%d" % at)
+    offload(log, place, epochs=(EpochStart(2, 9), EpochStart(3, 40), EpochStart(4, 55)))
+    for at in range(30):
+        append(log, b"%d" % at)
+    offload(log, place, epochs=(EpochStart(3, 40), EpochStart(4, 55), EpochStart(5, 70)))
+    end = log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(tmp_path)
+    restored = restore_shard(place, tmp_path, IDENTITY, DiskFiles(), tag)
+    assert (restored.start, restored.end) == (0, end)
+
+
 def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None:
     log = filled(tmp_path / "shard")
     offload(log, place)
@@ -456,6 +512,9 @@ def test_a_throttle_ends_when_it_is_asked_to() -> None:
         ("s4://bucket/x", "no scheme that fsspec knows"),
         ("simplecache::file:///srv", "::"),
         ("file:///srv/../etc", "without"),
+        ("file://srv/felix", "no absolute path"),
+        ("file:felix", "no absolute path"),
+        ("local://~/felix", "no absolute path"),
         ("s3://key:secret@bucket/x", "password"),
         ("sftp://host/x", "package"),
     ],
@@ -756,6 +815,10 @@ async def test_deleting_a_stream_deletes_its_objects_and_nothing_else_does(
     await directory.offload(shard, 0, place)
     objects = store.list_names(base)
     assert len(objects) > 4
+    # Left by a history that was given up, when the folder was put back to a backup.
+    for left in (f"{30:020d}.seg", f"{30:020d}.seg.json"):
+        store.put_bytes(b"left", object_url(base, left))
+    objects = store.list_names(base)
     await directory.close()
     directory = LogDirectory(tmp_path, IDENTITY.region)
     await directory.open_shard(name, incarnation, IDENTITY.shard, wanted, HOOKS)
