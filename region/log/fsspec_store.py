@@ -175,9 +175,14 @@ def get_bytes(url: str, most: int = SMALL_BYTES_MAX) -> bytes:
 
 
 def is_there(url: str) -> bool:
-    """Whether there is such an object."""
+    """Whether there is such an object. Raises UnavailableError where the store does not say: fsspec's own `exists` says no then, of folders of this
+    machine and of most stores."""
     with _reaching(url) as (files, path):
-        return bool(files.exists(path))
+        try:
+            files.info(path)
+        except FileNotFoundError:
+            return False
+        return True
 
 
 def get_file(files: Files, url: str, target: Path, pace: Pace = no_pace) -> Digest:

@@ -223,7 +223,7 @@ def upload(
     if sent.size != segment.segment_bytes:
         raise damaged(segment.path, sent.size, segment.base_offset, "the file has another length than it had")
     if store.digest_of(url, pace) != sent:
-        raise _differs(url)
+        raise differs(url)
     header = segment.header.encode()
     entry = Offloaded(
         url, header, segment.next_offset, segment.segment_bytes, segment.last_time_ms, sent.sha256
@@ -231,7 +231,7 @@ def upload(
     manifest = encode_manifest(Manifest(entry, epochs).with_tag(tag))
     store.put_bytes(manifest, entry.manifest_url)
     if store.get_bytes(entry.manifest_url) != manifest:
-        raise _differs(entry.manifest_url)
+        raise differs(entry.manifest_url)
     return entry
 
 
@@ -447,7 +447,8 @@ def _shares_history(one: Manifest, last: Manifest) -> bool:
     return known == lasting
 
 
-def _differs(url: str) -> UnavailableError:
+def differs(url: str) -> UnavailableError:
+    """For an object that is not what was written there."""
     return UnavailableError(
         f"What was read back from {url} is not what was written.",
         hint="The store changes what it keeps; nothing local was deleted.",

@@ -41,7 +41,7 @@ from region.log.offload import (
     object_name,
     object_url,
 )
-from region.log.offloader import delete_object, upload
+from region.log.offloader import delete_object, differs, upload
 from region.log.segment_state import SegmentState
 
 UPLOADS_PER_LIST: Final = 16
@@ -112,12 +112,14 @@ class SharedLists:
         return listed
 
     def write(self, listed: OffloadList, base: str, epoch: int) -> ListPointer:
-        """Write a list below `base`; what is to point to it. Raises UnavailableError, and as `tag`."""
+        """Write a list below `base`, and read it back; what is to point to it. Raises UnavailableError, and as `tag`."""
         data = encode_list(listed)
         sha256 = hashlib.sha256(data).hexdigest()
         bare = ListPointer(object_url(base, list_name(epoch, sha256)), sha256, epoch)
         pointer = msgspec.structs.replace(bare, tag=self._tag(TAG, bare.tagged).hex())
         store.put_bytes(data, pointer.url)
+        if store.get_bytes(pointer.url, LIST_BYTES_MAX) != data:
+            raise differs(pointer.url)
         return pointer
 
     def _check_url(self, url: str) -> None:
