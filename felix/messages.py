@@ -240,6 +240,12 @@ class ShardState(Message, frozen=True, tag="shard"):
     unclean: int = 0
     store_only_bytes: int = 0
 
+    @property
+    def is_told(self) -> bool:
+        """Whether who answered serves the shard; if not, its offsets may be 0 and say nothing. Only where no leader is named, as in a region of one
+        broker, an epoch of 0 is that of a log to which nothing was written yet."""
+        return not self.stopped and (self.leader_epoch > 0 or not self.leader)
+
 
 class StreamState(Message, frozen=True, tag="stream"):
     stream: Name

@@ -61,7 +61,7 @@ from audit.spark.stream_offsets import (
 from audit.spark.stream_options import COUNT_MAX, ReadOptions
 from felix.errors import Code, RequestError, UnavailableError
 from felix.frames import GapReason
-from felix.messages import ShardState, StreamState
+from felix.messages import StreamState
 from felix.subscription import CREDIT_BYTES_MIN, Gap, ReceivedBatch, Subscription
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class RangeFeed:
         if self._position >= wanted.end:
             return
         state = await self._thread.client.describe_stream(self._stream)
-        held = next((each for each in state.state if each.shard == wanted.shard and is_told(each)), None)
+        held = next((each for each in state.state if each.shard == wanted.shard and each.is_told), None)
         if (
             held is not None
             and state.incarnation.hex() == wanted.incarnation
@@ -277,16 +277,10 @@ def _arrow_schema(schema: StructType) -> pa.Schema:
 # -- the driver ----------------------------------------------------------------------------------------
 
 
-def is_told(shard: ShardState) -> bool:
-    """Whether the broker that answered serves the shard: of one that it does not, it states 0 for every offset. Only where it names no leader,
-    as in a region of one broker, an epoch of 0 is that of a log to which nothing was written yet."""
-    return not shard.stopped and (shard.leader_epoch > 0 or not shard.leader)
-
-
 def _untold(state: StreamState) -> UnavailableError | None:
     """What keeps a plan from being made: a shard of which nobody said how far it reaches. Planning without it would leave records out."""
     for shard in state.state:
-        if not is_told(shard):
+        if not shard.is_told:
             return UnavailableError(
                 f"Shard {shard.shard} of {state.stream} does not serve: "
                 + (shard.stopped or f"broker {shard.leader} leads it, and another one the stream's other shards."),
