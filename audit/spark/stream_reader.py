@@ -283,7 +283,10 @@ def _untold(state: StreamState) -> UnavailableError | None:
         if not shard.is_told:
             return UnavailableError(
                 f"Shard {shard.shard} of {state.stream} does not serve: "
-                + (shard.stopped or f"broker {shard.leader} leads it, and another one the stream's other shards."),
+                + (
+                    shard.stopped
+                    or f"broker {shard.leader} leads it, and another one the stream's other shards."
+                ),
                 code=Code.SHARD_STOPPED,
                 hint="Look at the stream's shards: felix stream describe.",
             )

@@ -253,7 +253,9 @@ def test_a_store_that_deletes_nothing_holds_up_no_upload_and_no_other_store(
         with pytest.raises(UnavailableError, match="deletes nothing"):
             offload(log, newer)
         assert all(segment.remote is not None for segment in log.segments[:-1])
-        assert log.bytes_held == log.segments[-1].segment_bytes and set(log.offload.pending_deletion) == doomed
+        assert (
+            log.bytes_held == log.segments[-1].segment_bytes and set(log.offload.pending_deletion) == doomed
+        )
         log.delete_old(Retention(size_bytes=2_000), 1_000, below=log.end_offset)
         assert set(log.offload.pending_deletion) > doomed
         with pytest.raises(UnavailableError, match="deletes nothing"):

@@ -137,6 +137,8 @@ def test_bytes_are_counted_by_the_mean_record() -> None:
     assert offsets_for_bytes(stream, {0: 0}, {0: 10}, 5_000) == 10
     assert offsets_for_bytes(stream, {0: 0}, {0: 1000}, 1) == 1
     # Most of the log is in a store.
-    shards = [msgspec.structs.replace(shard, size_bytes=1_000, store_only_bytes=99_000) for shard in stream.state]
+    shards = [
+        msgspec.structs.replace(shard, size_bytes=1_000, store_only_bytes=99_000) for shard in stream.state
+    ]
     offloaded = msgspec.structs.replace(stream, state=shards)
     assert offsets_for_bytes(offloaded, {0: 0}, {0: 1000}, 5_000) == 50

@@ -312,7 +312,10 @@ def test_a_plan_waits_for_all_shards_and_leaves_none_out(
     region.publish(name, 0, 100)
     query = streaming(name, startingOffsets="earliest", failOnDataLoss="false")
     end = query.latestOffset(query.initialOffset(), ALL)
-    for plan in (lambda: read(batch(name)), lambda: numbers(query, query.partitions(query.initialOffset(), end))):
+    for plan in (
+        lambda: read(batch(name)),
+        lambda: numbers(query, query.partitions(query.initialOffset(), end)),
+    ):
         with monkeypatch.context() as patch:
             untold(region, name, patch, **said)
             assert plan() == list(range(100))
