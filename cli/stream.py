@@ -25,7 +25,7 @@ from cli.output import (
     write_json_line,
 )
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reader_watched, run
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, UnavailableError
 from felix.messages import ShardState, StreamState
 from felix.runtime.real import now_ms
 from felix.settings import Compaction, Deduplication, Offload, Views
@@ -543,6 +543,13 @@ async def _subscribe(
             unknown = [each for each in shards or () if not 0 <= each < state.shards]
             if unknown:
                 raise RequestError(f"{name} has no shard {unknown[0]}: it has {state.shards}, from 0 on.")
+            untold = [s for s in state.state if not s.is_told and (not shards or s.shard in shards)]
+            if untold:
+                raise UnavailableError(
+                    f"Nobody said where shard {untold[0].shard} of {name} ends: {format_state(untold[0])}.",
+                    code=Code.SHARD_STOPPED,
+                    hint="Try again: a restart and an election take seconds. Else `felix region status` says what is wrong.",
+                )
             ends = {
                 s.shard: s.high_watermark
                 for s in state.state

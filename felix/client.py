@@ -507,9 +507,7 @@ class RegionClient:
         request = ListStreams(prefix, "", PAGE_MAX)
         async for page in pages(self.connection, request, "streams", lambda page: page.streams[-1].stream):
             for state in page.streams:
-                if any(
-                    shard.leader and not shard.leader_epoch and not shard.stopped for shard in state.state
-                ):
+                if any(not shard.is_told and not shard.stopped for shard in state.state):
                     with suppress(FelixError):
                         state = await self.connection.request(
                             DescribeStream(state.stream), timeout_s=LISTED_TIMEOUT_S

@@ -223,7 +223,8 @@ class ShardState(Message, frozen=True, tag="shard"):
     """Offsets in records. `stopped` says why the shard does not serve, empty where it does. Of a region of several brokers, `leader`: the one
     that leads it; `replicas`: those that have copies; `in_sync`: those that have all that was acknowledged. Another broker than the leader
     does not know the offsets, and answers 0 for them and for `leader_epoch`, which is higher where a shard is led. `unclean`: the last epoch
-    that began from a copy that may have lacked what was acknowledged; 0: none did."""
+    that began from a copy that may have lacked what was acknowledged; 0: none did. `size_bytes`: what is on the disk, or in memory;
+    `store_only_bytes`: what is in a store and not there as well; `segments`: of both."""
 
     shard: int
     log_start: int
@@ -237,6 +238,13 @@ class ShardState(Message, frozen=True, tag="shard"):
     replicas: list[Name] = []
     in_sync: list[Name] = []
     unclean: int = 0
+    store_only_bytes: int = 0
+
+    @property
+    def is_told(self) -> bool:
+        """Whether who answered serves the shard; if not, its offsets may be 0 and say nothing. Only where no leader is named, as in a region of one
+        broker, an epoch of 0 is that of a log to which nothing was written yet."""
+        return not self.stopped and (self.leader_epoch > 0 or not self.leader)
 
 
 class StreamState(Message, frozen=True, tag="stream"):

@@ -409,7 +409,7 @@ class Feed:
                 if self.opened.done() and error.code is Code.OFFSET_OUT_OF_RANGE and not stepped_back:
                     stepped_back = True
                     try:
-                        await self._step_back(link)
+                        stepped_back = await self._step_back(link)
                     except FelixError as failed:
                         _log.info("%s: %s", self.stream, failed.sentence)
                     after = error
@@ -478,17 +478,19 @@ class Feed:
     async def _describe(self, link: Link) -> StreamState:
         return await link.ask(DescribeStream(str(self.stream)))
 
-    async def _step_back(self, link: Link) -> None:
+    async def _step_back(self, link: Link) -> bool:
         """The log ends before the consumer's position: it lost its end in a crash. Continue from its present end; an ephemeral
-        log starts again, and is read from its beginning.
+        log starts again, and is read from its beginning. Whether the broker said of each shard where it ends: one that does not serve one does not.
         """
         state = await self._describe(link)
         goes_on_at = self._goes_on_at()
-        for shard in state.state:
-            stands = goes_on_at.get(shard.shard)
-            if stands is not None and stands > shard.high_watermark:
+        asked = [shard for shard in state.state if shard.shard in goes_on_at]
+        for shard in asked:
+            stands = goes_on_at[shard.shard]
+            if shard.is_told and stands > shard.high_watermark:
                 ephemeral = state.durability.kind == "ephemeral"
                 self._goes_back(shard.shard, stands, shard.log_start if ephemeral else shard.high_watermark)
+        return all(shard.is_told for shard in asked)
 
     def _goes_back(self, shard: int, stands: int, following: int) -> None:
         self._untold.append(Gap(self.stream, shard, GapReason.TRUNCATED, stands, following))

@@ -143,6 +143,17 @@ def columns(settings: Settings) -> list[tuple[str, str]]:
     return chosen
 
 
+def check_columns(schema: StructType, settings: Settings) -> None:
+    """Raises RequestError where a schema asks for no column, whose Arrow batches have no rows either, or for one that these settings do not give:
+    it would be empty in each row."""
+    known = [name for name, _ in columns(settings)]
+    if not schema.names:
+        raise RequestError(f"The schema asks for no column of {FORMAT}; it has {', '.join(known)}.")
+    unknown = sorted(set(schema.names) - set(known))
+    if unknown:
+        raise RequestError(f"{FORMAT} has no column {unknown[0]!r} here; it has {', '.join(known)}.")
+
+
 class Found(NamedTuple):
     """A leaf as it was found: `leaf` is None where it cannot be read; `problem` is None where it holds."""
 
@@ -434,5 +445,7 @@ class AuditSource(DataSource):
         return _ddl(read_options(self.options))
 
     def reader(self, schema: StructType) -> AuditReader:
-        """A reader of the columns in `schema`, by name."""
-        return AuditReader(read_options(self.options), schema)
+        """A reader of the columns in `schema`, by name. Raises RequestError naming an option, or a column that there is not."""
+        settings = read_options(self.options)
+        check_columns(schema, settings)
+        return AuditReader(settings, schema)

@@ -46,12 +46,21 @@ MapItems = list[tuple[str, bytes]]
 
 
 def read_ddl() -> str:
-    """All columns of a stream, as Spark SQL."""
-    return ", ".join(f"{name} {kind}" for name, kind in READ_COLUMNS)
+    """All columns of a stream, as Spark SQL. A `timestamp` is one with its zone, whatever spark.sql.timestampType makes of the word."""
+    return ", ".join(
+        f"{name} {'timestamp_ltz' if kind == 'timestamp' else kind}" for name, kind in READ_COLUMNS
+    )
 
 
 def check_read_schema(schema: StructType) -> None:
-    """Raises RequestError where a schema asks for a column that there is not, or as another type."""
+    """Raises RequestError where a schema asks for no column, for one that there is not, or as another type."""
+    if not schema.fields:
+        # Arrow batches without a column have no rows either, and every record would be left out.
+        raise RequestError(
+            "The schema asks for no column of the stream.",
+            code=Code.CONFIG_INVALID,
+            hint="Read at least one: .schema('offset bigint').",
+        )
     known = dict((*READ_COLUMNS, *ASKED_COLUMNS))
     for field in schema.fields:
         kind = field.dataType.simpleString()
@@ -64,7 +73,9 @@ def check_read_schema(schema: StructType) -> None:
             raise RequestError(
                 f"The column {field.name!r} is {known[field.name]}, not {kind}.",
                 code=Code.CONFIG_INVALID,
-                hint="Read it as it is and cast it: df.value.cast('string').",
+                hint="Ask for it as timestamp_ltz, which is a time with its zone, and cast that."
+                if kind == "timestamp_ntz"
+                else "Read it as it is and cast it: df.value.cast('string').",
             )
 
 

@@ -149,20 +149,26 @@ def split(ranges: Sequence[Range], pieces_min: int) -> list[Range]:
 def limited(start: Positions, end: Positions, offsets_max: int) -> dict[int, int]:
     """An end at most `offsets_max` offsets behind `start` in all shards together.
 
-    Each shard gets its share by what waits in it; what rounding leaves goes to the smallest shares, of these to where
-    most waits, so that no shard is passed over for ever.
+    Each shard in which something waits gets one offset, and of the others a share by what waits in it. Where the limit is smaller than
+    such shards are many, they take turns: `start` moves on by the limit, and with it who comes first. So no shard is passed over for ever.
     """
-    waiting = {shard: max(0, end[shard] - start[shard]) for shard in sorted(end)}
+    waiting = {shard: end[shard] - start[shard] for shard in sorted(end) if end[shard] > start[shard]}
     total = sum(waiting.values())
     if total <= offsets_max:
         return dict(end)
-    shares = {shard: offsets_max * size // total for shard, size in waiting.items()}
-    left = offsets_max - sum(shares.values())
-    for shard in sorted(waiting, key=lambda shard: (shares[shard], -waiting[shard], shard)):
-        if left and shares[shard] < waiting[shard]:
-            shares[shard] += 1
-            left -= 1
-    return {shard: start[shard] + shares[shard] if waiting[shard] else end[shard] for shard in waiting}
+    if offsets_max < len(waiting):
+        first, count = sum(start.values()), max(end) + 1
+        turns = sorted(waiting, key=lambda shard: (shard - first) % count)
+        shares = dict.fromkeys(turns[:offsets_max], 1)
+    else:
+        spare, others = offsets_max - len(waiting), total - len(waiting)
+        shares = {shard: 1 + (size - 1) * spare // others for shard, size in waiting.items()}
+        left = offsets_max - sum(shares.values())
+        for shard in sorted(waiting, key=lambda shard: (-waiting[shard], shard)):
+            if left and shares[shard] < waiting[shard]:
+                shares[shard] += 1
+                left -= 1
+    return {shard: start[shard] + shares.get(shard, 0) if shard in waiting else end[shard] for shard in end}
 
 
 def offsets_for_bytes(state: StreamState, start: Positions, end: Positions, bytes_max: int) -> int:
@@ -173,5 +179,5 @@ def offsets_for_bytes(state: StreamState, start: Positions, end: Positions, byte
         number = max(0, end.get(shard.shard, 0) - start.get(shard.shard, 0))
         held = shard.log_end - shard.log_start
         waiting += number
-        size += number * (shard.size_bytes / held if held > 0 else 0.0)
+        size += number * ((shard.size_bytes + shard.store_only_bytes) / held if held > 0 else 0.0)
     return max(1, int(waiting * bytes_max / size)) if size > bytes_max else max(1, int(waiting))

@@ -32,6 +32,10 @@ SPARK_OPTIONS: Final = ("checkpointlocation", "queryname", "path")
 PARTITIONS_MAX: Final = 100_000
 """A partition costs a connection; more than this is a mistake, not a plan."""
 COUNT_MAX: Final = (1 << 63) - 1
+DIGITS_MAX: Final = len(str(COUNT_MAX))
+"""Of a number in an option: Python reads no number of any length."""
+TIME_MS_MAX: Final = 253_402_300_799_999
+"""The last millisecond of the year 9999: Python has no time behind it."""
 WRITE_ID_CHARS_MAX: Final = 100
 """A name, not a document."""
 
@@ -117,9 +121,15 @@ def _count(given: Mapping[str, str], name: str, most: int) -> int:
     text = given.get(name)
     if text is None:
         return 0
-    if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= most:
+    number = _number(text)
+    if number is None or not 0 < number <= most:
         raise _refused(name, text, f"a number from 1 to {most}")
-    return int(text)
+    return number
+
+
+def _number(text: str) -> int | None:
+    """A number in decimal digits; None for another text, or one with more digits than any option has room for."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS_MAX else None
 
 
 def _bound(given: Mapping[str, str], name: str, default: Bound) -> Bound:
@@ -131,7 +141,7 @@ def _bound(given: Mapping[str, str], name: str, default: Bound) -> Bound:
         return text.lower()
     try:
         return bound_of(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refused(name, text, expected) from error
 
 
@@ -139,16 +149,19 @@ def _time_ms(given: Mapping[str, str], name: str) -> int | None:
     text = given.get(name)
     if text is None:
         return None
-    if text.isascii() and text.isdecimal() and int(text) <= COUNT_MAX:
-        return int(text)
-    expected = "a time with its zone, as in 2026-11-20T08:00:00Z, or ms since 1970"
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise _refused(name, text, expected) from error
-    if time.tzinfo is None or time.timestamp() < 0:
+    expected = "a time with its zone, as in 2026-11-20T08:00:00Z, or ms since 1970, up to the year 9999"
+    found = _number(text)
+    if found is None:
+        try:
+            time = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise _refused(name, text, expected) from error
+        if time.tzinfo is None:
+            raise _refused(name, text, expected)
+        found = int(time.timestamp() * 1000)
+    if not 0 <= found <= TIME_MS_MAX:
         raise _refused(name, text, expected)
-    return int(time.timestamp() * 1000)
+    return found
 
 
 def read_options(options: Mapping[str, str], *, streaming: bool) -> ReadOptions:

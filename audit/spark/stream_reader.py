@@ -81,6 +81,10 @@ QUIET_S: Final = 5.0
 """After so long without a record, a task asks the broker how far the shard reaches."""
 STALLED_S: Final = 120.0
 """After so long without a record that must be there, a task fails; Spark tries it again elsewhere."""
+SERVED_S: Final = 30.0
+"""How long a plan waits for shards that do not serve: longer than an election, and than a broker takes to open its logs."""
+SERVED_AGAIN_S: Final = 0.5
+"""How long until the broker is asked again."""
 
 log = logging.getLogger("felix.spark")
 
@@ -228,9 +232,13 @@ class RangeFeed:
         if self._position >= wanted.end:
             return
         state = await self._thread.client.describe_stream(self._stream)
-        reached = latest(state).get(wanted.shard, 0)
-        if state.incarnation.hex() == wanted.incarnation and reached < wanted.end:
-            lost = max(reached, self._position)
+        held = next((each for each in state.state if each.shard == wanted.shard and each.is_told), None)
+        if (
+            held is not None
+            and state.incarnation.hex() == wanted.incarnation
+            and held.high_watermark < wanted.end
+        ):
+            lost = max(held.high_watermark, self._position)
             self._lose(lost, wanted.end, "are gone: the log lost its end in a crash")
             self._position = wanted.end
         if self._position < wanted.end and self._quiet_s >= STALLED_S:
@@ -269,20 +277,39 @@ def _arrow_schema(schema: StructType) -> pa.Schema:
 # -- the driver ----------------------------------------------------------------------------------------
 
 
-def _checked(state: StreamState) -> StreamState:
-    """Raises UnavailableError where a shard does not serve: planning without it would leave records out."""
+def _untold(state: StreamState) -> UnavailableError | None:
+    """What keeps a plan from being made: a shard of which nobody said how far it reaches. Planning without it would leave records out."""
     for shard in state.state:
-        if shard.stopped:
-            raise UnavailableError(
-                f"Shard {shard.shard} of {state.stream} does not serve: {shard.stopped}",
+        if not shard.is_told:
+            return UnavailableError(
+                f"Shard {shard.shard} of {state.stream} does not serve: "
+                + (
+                    shard.stopped
+                    or f"broker {shard.leader} leads it, and another one the stream's other shards."
+                ),
                 code=Code.SHARD_STOPPED,
+                hint="Look at the stream's shards: felix stream describe.",
             )
-    return state
+    return None
 
 
 def describe(thread: RegionThread, stream: str) -> StreamState:
-    """The stream as it is now. Raises what the broker refuses, UnavailableError(SHARD_STOPPED)."""
-    return _checked(thread.run(thread.client.describe_stream(stream)))
+    """The stream as it is now, once all of its shards serve: a restart or an election is waited for. Raises what the broker refuses,
+    UnavailableError(SHARD_STOPPED)."""
+
+    async def ask() -> StreamState:
+        loop = asyncio.get_running_loop()
+        limit = loop.time() + SERVED_S
+        while True:
+            state = await thread.client.describe_stream(stream)
+            error = _untold(state)
+            if error is None:
+                return state
+            if loop.time() >= limit:
+                raise error
+            await asyncio.sleep(SERVED_AGAIN_S)
+
+    return thread.run(ask())
 
 
 def positions_at(thread: RegionThread, stream: str, time_ms: int, state: StreamState) -> dict[int, int]:

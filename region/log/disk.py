@@ -197,6 +197,11 @@ class DiskLog:
         return self._segments.local_bytes
 
     @property
+    def store_only_bytes(self) -> int:
+        """Bytes of all segments that are in a store and not local."""
+        return self._segments.store_only_bytes
+
+    @property
     def remote_bytes(self) -> int:
         """Bytes of all segments that are in a store, local as well or not."""
         return self._segments.remote_bytes

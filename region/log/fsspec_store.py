@@ -25,6 +25,9 @@ CHUNK_BYTES: Final = 1 << 20
 SMALL_BYTES_MAX: Final = 16 << 20
 """Of an object that is read into memory, unless it is a list."""
 
+LOCAL_SCHEMES: Final = ("file", "local")
+"""Of this machine's folders. fsspec takes what stands behind the second slash for a path below the working directory."""
+
 Pace = Callable[[int], None]
 """Called with the bytes that were moved; sleeps, or raises to end the work."""
 
@@ -44,6 +47,7 @@ def check_url(url: str) -> None:
     """Raises RequestError(CONFIG_INVALID) where this URL can never be a store here: wrong scheme, a package that is not
     installed, or parts that would lead somewhere else than its text says. Imports the scheme's package."""
     check_parts(url)
+    check_absolute(url)
     check_package(url)
 
 
@@ -59,6 +63,17 @@ def check_parts(url: str) -> None:
     if parts.password is not None:
         raise _wrong(
             url, "it carries a password", "Give the broker's process its credentials by its environment."
+        )
+
+
+def check_absolute(url: str) -> None:
+    """Of a folder of this machine: whether it is the same one wherever a process was started. Raises RequestError(CONFIG_INVALID)."""
+    scheme = urlsplit(url).scheme
+    if scheme in LOCAL_SCHEMES and not url.startswith(f"{scheme}:///"):
+        raise _wrong(
+            url,
+            "it is no absolute path, and where a relative one leads depends on the folder that a process was started in",
+            "With three slashes, as in file:///srv/felix.",
         )
 
 
@@ -160,9 +175,14 @@ def get_bytes(url: str, most: int = SMALL_BYTES_MAX) -> bytes:
 
 
 def is_there(url: str) -> bool:
-    """Whether there is such an object."""
+    """Whether there is such an object. Raises UnavailableError where the store does not say: fsspec's own `exists` says no then, of folders of this
+    machine and of most stores."""
     with _reaching(url) as (files, path):
-        return bool(files.exists(path))
+        try:
+            files.info(path)
+        except FileNotFoundError:
+            return False
+        return True
 
 
 def get_file(files: Files, url: str, target: Path, pace: Pace = no_pace) -> Digest:

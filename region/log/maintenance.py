@@ -266,7 +266,8 @@ class Maintenance:
                     report = await self._offload_for_all(now_ms, base, self._copies)
                 finally:
                     shard.disk_bytes_changed()
-                return self._count_offload(report, base)
+                self._count_offload(report)
+                return self._offload_worked(report, base)
             offloader = Offloader(
                 self._disk,
                 self._files,
@@ -286,13 +287,16 @@ class Maintenance:
                 )
             finally:
                 shard.disk_bytes_changed()
-        return self._count_offload(report, base)
+                self._count_offload(offloader.report)
+        return self._offload_worked(report, base)
 
-    def _count_offload(self, report: OffloadReport, base: str) -> OffloadReport:
-        if base:
-            self._offload_failures = 0
+    def _count_offload(self, report: OffloadReport) -> None:
         self._shard.counters.offloaded_segments += report.uploaded
         self._shard.counters.offloaded_bytes += report.uploaded_bytes
+
+    def _offload_worked(self, report: OffloadReport, base: str) -> OffloadReport:
+        if base:
+            self._offload_failures = 0
         return report
 
     async def _offload_for_all(self, now_ms: int, base: str, copies: Copies) -> OffloadReport:

@@ -243,6 +243,11 @@ def epoch_of(name: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
+def is_object(name: str) -> bool:
+    """Whether a broker gives such a name to what it puts into a shard's place: a segment, its manifest, or a list."""
+    return any(_OBJECT.fullmatch(each) for each in (name, name.removesuffix(MANIFEST_SUFFIX)))
+
+
 def is_object_of(name: str, base_offset: int) -> bool:
     """Whether a segment that begins at this offset is given such a name, or its manifest."""
     return bool(_OBJECT.fullmatch(name.removesuffix(MANIFEST_SUFFIX))) and name.startswith(

@@ -61,9 +61,9 @@ FETCHED_BYTES_MAX: Final = 1 << 30
 """Of fetched segments on the local disk, per broker, unless the region says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OffloadReport:
-    """What one turn did."""
+    """What one turn did, also one that failed in the middle."""
 
     uploaded: int = 0
     uploaded_bytes: int = 0
@@ -148,24 +148,27 @@ class Offloader:
         self._writer = writer
         self._pace = pace
         self._tag = tag
+        self.report = OffloadReport()
 
     def run(self, below: int, epochs: Sequence[EpochStart], *, upload: bool) -> OffloadReport:
-        """Delete what is pending deletion; upload what is closed and wholly below `below`, if asked; let local files go.
+        """Delete what is pending deletion; upload what is closed and wholly below `below`, if asked; let local files go. A store that deletes
+        nothing holds up no upload: it is told of at the end.
 
-        Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError.
+        Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError; `report` has what was done until then.
         """
-        disk = self._disk
-        deleted = self._delete_doomed()
-        uploaded = uploaded_bytes = 0
+        disk, report = self._disk, self.report
+        failure = self._delete_doomed()
         for segment in disk.segments[:-1] if upload else ():
             if segment.next_offset > below:
                 break
             if segment.remote is None and segment.header.span is None:
                 self._upload(segment, tuple(epochs))
-                uploaded += 1
-                uploaded_bytes += segment.segment_bytes
-        dropped = drop_local(disk, self._writer, self._local_bytes) if upload else 0
-        return OffloadReport(uploaded, uploaded_bytes, dropped, deleted)
+                report.uploaded += 1
+                report.uploaded_bytes += segment.segment_bytes
+        report.dropped = drop_local(disk, self._writer, self._local_bytes) if upload else 0
+        if failure is not None:
+            raise failure
+        return report
 
     def _save(self, change: Callable[[OffloadState], OffloadState]) -> None:
         with self._writer:
@@ -178,17 +181,29 @@ class Offloader:
         with self._writer:  # 5
             self._disk.add_offloaded(segment, entry)
 
-    def _delete_doomed(self) -> int:
-        urls = self._disk.offload.pending_deletion
-        for url in urls:
-            delete_object(url)
-        if urls:
+    def _delete_doomed(self) -> UnavailableError | None:
+        """Delete what is pending deletion, as far as its stores do; what the first of them said that did not. Of a store that did not, no more is
+        asked in this turn."""
+        failed: dict[str, UnavailableError] = {}
+        deleted: set[str] = set()
+        for url in self._disk.offload.pending_deletion:
+            base = url.rpartition("/")[0]
+            if base in failed:
+                continue
+            try:
+                delete_object(url)
+            except UnavailableError as error:
+                failed[base] = error
+            else:
+                deleted.add(url)
+        if deleted:
             self._save(
                 lambda state: msgspec.structs.replace(
-                    state, pending_deletion=tuple(url for url in state.pending_deletion if url not in urls)
+                    state, pending_deletion=tuple(url for url in state.pending_deletion if url not in deleted)
                 )
             )
-        return len(urls)
+        self.report.deleted = len(deleted)
+        return next(iter(failed.values()), None)
 
 
 def upload(
@@ -208,7 +223,7 @@ def upload(
     if sent.size != segment.segment_bytes:
         raise damaged(segment.path, sent.size, segment.base_offset, "the file has another length than it had")
     if store.digest_of(url, pace) != sent:
-        raise _differs(url)
+        raise differs(url)
     header = segment.header.encode()
     entry = Offloaded(
         url, header, segment.next_offset, segment.segment_bytes, segment.last_time_ms, sent.sha256
@@ -216,7 +231,7 @@ def upload(
     manifest = encode_manifest(Manifest(entry, epochs).with_tag(tag))
     store.put_bytes(manifest, entry.manifest_url)
     if store.get_bytes(entry.manifest_url) != manifest:
-        raise _differs(entry.manifest_url)
+        raise differs(entry.manifest_url)
     return entry
 
 
@@ -399,6 +414,7 @@ def _check_end(files: Files, path: Path, entry: Offloaded) -> None:
 def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:
     """Those that follow each other up to the newest, oldest first: leaders of a log with copies may have uploaded a segment twice. Raises
     CorruptionError where offsets are missing."""
+    manifests = _of_last_history(manifests)
     by_end = {one.segment.next_offset: one for one in sorted(manifests, key=lambda one: one.segment.url)}
     chain = [by_end[max(by_end)]]
     while (before := by_end.get(chain[-1].segment.base_offset)) is not None:
@@ -410,7 +426,29 @@ def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:
     return chain[::-1]
 
 
-def _differs(url: str) -> UnavailableError:
+def _of_last_history(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """Those of the history that the log had last. Where it was put back to a backup, or an unclean election gave its end up, segments of before may
+    be left in the store, behind where the two part. No epoch is given twice: the newest one that anybody wrote down tells."""
+    last = max(manifests, key=lambda one: one.epochs[-1].epoch if one.epochs else 0)
+    return [one for one in manifests if _shares_history(one, last)]
+
+
+def _shares_history(one: Manifest, last: Manifest) -> bool:
+    """Whether the epochs that began in `one`'s segment and before it are those of `last`. A long history forgets its oldest ones, and a manifest may
+    have none: what it does not say speaks against nobody."""
+    if not one.epochs or not last.epochs:
+        return True
+    first = max(one.epochs[0].epoch, last.epochs[0].epoch)
+    end = one.segment.next_offset
+    known, lasting = (
+        [start for start in each.epochs if start.epoch >= first and start.start_offset < end]
+        for each in (one, last)
+    )
+    return known == lasting
+
+
+def differs(url: str) -> UnavailableError:
+    """For an object that is not what was written there."""
     return UnavailableError(
         f"What was read back from {url} is not what was written.",
         hint="The store changes what it keeps; nothing local was deleted.",

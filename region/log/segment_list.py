@@ -53,6 +53,11 @@ class SegmentList:
         return sum(segment.segment_bytes for segment in self.now if segment.is_local)
 
     @property
+    def store_only_bytes(self) -> int:
+        """Bytes of all segments that are in a store and not local."""
+        return sum(segment.segment_bytes for segment in self.now if not segment.is_local)
+
+    @property
     def remote_bytes(self) -> int:
         """Bytes of all segments that are in a store, local as well or not."""
         return sum(segment.segment_bytes for segment in self.now if segment.remote)

@@ -471,6 +471,11 @@ class ShardLog:
         return self._disk.compaction.tombstones_from if self._disk else 0
 
     @property
+    def store_only_bytes(self) -> int:
+        """Bytes of the segments that are in a store and not on this disk."""
+        return self._disk.store_only_bytes if self._disk else 0
+
+    @property
     def remote_bytes(self) -> int:
         """Bytes of segments that are in a store."""
         return self._disk.remote_bytes if self._disk else 0

@@ -28,7 +28,6 @@ from region.log import fsspec_store as store
 from region.log.disk import DiskLog
 from region.log.epochs import EpochStart
 from region.log.offload import (
-    MANIFEST_SUFFIX,
     ListPointer,
     Offloaded,
     OffloadList,
@@ -36,12 +35,13 @@ from region.log.offload import (
     decode_list,
     encode_list,
     epoch_of,
+    is_object,
     is_of_shard,
     list_name,
     object_name,
     object_url,
 )
-from region.log.offloader import delete_object, upload
+from region.log.offloader import delete_object, differs, upload
 from region.log.segment_state import SegmentState
 
 UPLOADS_PER_LIST: Final = 16
@@ -112,12 +112,14 @@ class SharedLists:
         return listed
 
     def write(self, listed: OffloadList, base: str, epoch: int) -> ListPointer:
-        """Write a list below `base`; what is to point to it. Raises UnavailableError, and as `tag`."""
+        """Write a list below `base`, and read it back; what is to point to it. Raises UnavailableError, and as `tag`."""
         data = encode_list(listed)
         sha256 = hashlib.sha256(data).hexdigest()
         bare = ListPointer(object_url(base, list_name(epoch, sha256)), sha256, epoch)
         pointer = msgspec.structs.replace(bare, tag=self._tag(TAG, bare.tagged).hex())
         store.put_bytes(data, pointer.url)
+        if store.get_bytes(pointer.url, LIST_BYTES_MAX) != data:
+            raise differs(pointer.url)
         return pointer
 
     def _check_url(self, url: str) -> None:
@@ -189,11 +191,11 @@ def delete_orphans(listed: OffloadList, pointer: ListPointer, base: str) -> int:
 
 
 def delete_all(urls: Iterable[str]) -> None:
-    """Delete these objects, and all that stands beside them in their shard's place: of a stream that was deleted."""
+    """Delete these objects, and all that brokers have put beside them in their shard's place, of whichever history: of a stream that was deleted."""
     urls = list(urls)
     for url in urls:
         delete_object(url)
     for base in {url.rpartition("/")[0] for url in urls}:
         for name in store.list_names(base):
-            if epoch_of(name) is not None or name.endswith(MANIFEST_SUFFIX):
+            if is_object(name):
                 store.delete(object_url(base, name))

@@ -367,6 +367,7 @@ def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
         shard.disk_bytes or shard.ring_bytes,
         shard.segment_count,
         str(shard.failure or ""),
+        store_only_bytes=shard.store_only_bytes,
     )
 
 

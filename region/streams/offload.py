@@ -8,7 +8,7 @@ decision of an identity that may write a stream's settings: the region's operato
 from __future__ import annotations
 
 from felix.errors import Code, RequestError
-from region.log.fsspec_store import check_package, check_parts, is_allowed
+from region.log.fsspec_store import check_absolute, check_package, check_parts, is_allowed
 
 
 def check_offload(url: str, allowed: tuple[str, ...]) -> None:
@@ -23,4 +23,5 @@ def check_offload(url: str, allowed: tuple[str, ...]) -> None:
             code=Code.FORBIDDEN,
             hint="The operator names the places that are allowed as storage.offload_allow in region.yaml.",
         )
+    check_absolute(url)
     check_package(url)

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import click.testing
+import msgspec
 import pytest
 import typer.testing
 from e2e.command_mesh import ROOT, until
 from region_home import make_region, running
 
+import felix
 from cli.main import app
-from felix.errors import OffsetMismatchError, RequestError
+from felix.errors import OffsetMismatchError, RequestError, UnavailableError
+from felix.messages import ShardState, StreamState
 
 
 class Command:
@@ -88,6 +91,26 @@ def test_conditions_and_message_ids(felix_command: Command, stream: str) -> None
         felix_command("stream", "publish", stream, "--shard", "0", stdin="c\n")
     with pytest.raises(RequestError, match="no line"):
         felix_command("stream", "publish", stream, "--expect-offset", "4", stdin="")
+
+
+def test_until_end_leaves_out_no_shard_whose_end_nobody_told(
+    felix_command: Command, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    felix_command("stream", "create", stream, "--shards", "2")
+    felix_command("stream", "publish", stream, stdin="a\nb\nc\nd\n")
+    real = felix.RegionClient.describe_stream
+
+    async def describe(client: felix.RegionClient, name: str) -> StreamState:
+        state = await real(client, name)
+        # As while an election has left the shards with two leaders.
+        return msgspec.structs.replace(
+            state, state=[ShardState(0, 0, 0, 0, 0, leader="b2", replicas=["b2"]), *state.state[1:]]
+        )
+
+    monkeypatch.setattr(felix.RegionClient, "describe_stream", describe)
+    with pytest.raises(UnavailableError, match=f"where shard 0 of {stream} ends: .*led by b2"):
+        felix_command("stream", "subscribe", stream, "--until-end")
+    felix_command("stream", "subscribe", stream, "--until-end", "--shard", "1")
 
 
 def test_linger_and_levels(felix_command: Command, stream: str) -> None:

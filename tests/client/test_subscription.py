@@ -28,7 +28,18 @@ from felix import (
 from felix.correlations import Correlations
 from felix.errors import NotLeaderError
 from felix.frames import FRAME_HEADER_BYTES, FrameType, GapBody, encode_frame
-from felix.messages import Answer, Request, Subscribe, Subscribed, Unsubscribe, encode_error
+from felix.messages import (
+    Answer,
+    DescribeStream,
+    Request,
+    ShardState,
+    StreamState,
+    Subscribe,
+    Subscribed,
+    Unsubscribe,
+    encode_error,
+)
+from felix.settings import Retention
 from felix.subscription import CREDIT_BYTES_MIN
 
 NAME = StreamName.parse(ORDERS)
@@ -432,6 +443,43 @@ async def test_a_log_that_lost_its_end_is_told_and_read_on(
             if record.payload == b"other":
                 assert record.offset == 4
                 break
+
+
+@pytest.mark.parametrize("untold", [(1,), (0, 1)])
+async def test_a_shard_that_the_broker_does_not_serve_lost_no_end(
+    region: felix.RegionClient, broker: ScriptedBroker, untold: tuple[int, ...]
+) -> None:
+    log = broker.create(ORDERS, 2)
+    broker.fill(ORDERS, numbers(0, 8), per_batch=4)
+    broker.fill(ORDERS, numbers(10, 18), shard=1)
+    async with region.stream(ORDERS).subscribe("earliest") as subscription:
+        await read(subscription, 16)
+        del log.shards[0].batches[1]
+        answered = 0
+
+        def once(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
+            nonlocal answered
+            if not isinstance(request, DescribeStream) or answered:
+                return False
+            answered += 1
+            shards = [
+                ShardState(number, 0, 0, 0, 0, leader="b2")
+                if number in untold
+                else ShardState(number, each.start, each.end, each.end, 1)
+                for number, each in enumerate(log.shards)
+            ]
+            session.answer(
+                correlation,
+                StreamState(ORDERS, log.incarnation, 2, log.durability, Retention(), 0, NOW_MS, shards),
+            )
+            return True
+
+        broker.on_request = once
+        broker.session.drop()
+        await until(lambda: subscription.resumes == 1)
+        broker.fill(ORDERS, [b"other"], shard=1)
+        assert await read(subscription, 1) == [b"other"]
+        assert list(subscription.gaps) == [Gap(NAME, 0, GapReason.TRUNCATED, 8, 4)] and answered
 
 
 async def test_offsets_without_an_incarnation_count_in_the_present_one(

@@ -69,6 +69,30 @@ async def test_a_stream_is_published_and_read_through_either_broker(
         assert all(shards[0].high_watermark == 2 for shards in listed.values())
 
 
+async def test_what_a_leader_says_of_a_stream_to_which_nothing_was_written_is_told(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with (
+        serving(tmp_path, etcd, 2) as region,
+        region.client("b1") as first,
+        region.client("b2") as second,
+    ):
+        settings = {"one": {}, "ring": {"durability": Durability("ephemeral")}, "two": {"replicas": 2}}
+        for name, given in settings.items():
+            await first.create_stream(f"acme/ops/{name}", shards=2, **given)
+            for client in (first, second):
+                state = await client.describe_stream(f"acme/ops/{name}")
+                assert all(
+                    shard.is_told and shard.leader and not shard.high_watermark for shard in state.state
+                )
+        for name in settings:
+            led = region.leader("b1", f"acme/ops/{name}")
+            for broker, node in region.nodes.items():
+                hosted = node.broker.streams.get(felix.StreamName.parse(f"acme/ops/{name}"))
+                assert hosted is not None
+                assert {shard.is_told for shard in hosted.describe(detail=True).state} == {broker == led}
+
+
 def epoch_of(region: ClusteredRegion, broker: str, stream: str) -> int:
     """Of the stream's first shard, where a broker serves it; 0 where not."""
     hosted = region.nodes[broker].broker.streams.get(felix.StreamName.parse(stream))

@@ -89,11 +89,17 @@ def append(log: DiskLog, payload: bytes, time_ms: int = 1_000) -> None:
     log.sync()
 
 
-def offload(log: DiskLog, base: str, local_bytes: int = 0, files: Files | None = None) -> object:
+def offload(
+    log: DiskLog,
+    base: str,
+    local_bytes: int = 0,
+    files: Files | None = None,
+    epochs: tuple[EpochStart, ...] = (),
+) -> object:
     offloader = Offloader(
         log, files or DiskFiles(), base, local_bytes, writer=nullcontext(), pace=store.no_pace, tag=tag
     )
-    return offloader.run(log.end_offset, (), upload=True)
+    return offloader.run(log.end_offset, epochs, upload=True)
 
 
 def read_all(log: DiskLog, cache: FetchedCache | None = None) -> list[bytes]:
@@ -223,6 +229,45 @@ def test_retention_deletes_objects_too_also_after_a_store_was_away(
     log.close()
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_store_that_deletes_nothing_holds_up_no_upload_and_no_other_store(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    log = filled(tmp_path)
+    offload(log, place)
+    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
+    doomed = set(log.offload.pending_deletion)
+    # `elsewhere`: the stream is offloaded to another store by now, and the first one is gone for good.
+    newer = f"{place}-b" if elsewhere else place
+    for at in range(30):
+        append(log, b"%d" % at)
+    deleted = store.delete
+
+    def refuses(url: str) -> None:
+        if url.startswith(f"{place}/"):
+            raise UnavailableError("The store deletes nothing.")
+        deleted(url)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "delete", refuses)
+        with pytest.raises(UnavailableError, match="deletes nothing"):
+            offload(log, newer)
+        assert all(segment.remote is not None for segment in log.segments[:-1])
+        assert (
+            log.bytes_held == log.segments[-1].segment_bytes and set(log.offload.pending_deletion) == doomed
+        )
+        log.delete_old(Retention(size_bytes=2_000), 1_000, below=log.end_offset)
+        assert set(log.offload.pending_deletion) > doomed
+        with pytest.raises(UnavailableError, match="deletes nothing"):
+            offload(log, newer)
+        left = {url for url in log.offload.pending_deletion if not url.startswith(f"{place}/")}
+        assert not left
+    offload(log, newer)
+    assert not log.offload.pending_deletion
+    read_all(log)
+    log.close()
+
+
 def test_a_lost_list_of_what_is_elsewhere_is_damage(tmp_path: Path, place: str) -> None:
     log = filled(tmp_path)
     offload(log, place)
@@ -272,6 +317,56 @@ def test_a_lost_folder_is_made_anew_from_the_store(tmp_path: Path) -> None:
     assert nothing.value.code is Code.NOT_FOUND
     with pytest.raises(CorruptionError):
         restore_shard(place, tmp_path / "other", IDENTITY._replace(shard=4), DiskFiles(), tag)
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+def test_a_history_that_was_given_up_is_not_restored_behind_the_one_that_replaced_it(
+    tmp_path: Path, place: str, fewer: bool
+) -> None:
+    folder, backup = tmp_path / "folder", tmp_path / "backup"
+    log = filled(folder)
+    offload(log, place, epochs=(EpochStart(7, 0),))
+    log.close()
+    shutil.copytree(folder, backup)
+    log = open_disk(folder, limits=SMALL)
+    for at in range(100, 150 if fewer else 190):
+        append(log, b"%d" % at)
+    # Without a restart its epoch is still the first one's; with one it is its own.
+    for at in range(190, 200):
+        append(log, b"%d" % at)
+    offload(log, place, epochs=(EpochStart(7, 0), *([EpochStart(8, 60)] if fewer else [])))
+    log.close()
+    # The folder is put back, and the log goes on in an epoch of its own.
+    shutil.rmtree(folder)
+    shutil.copytree(backup, folder)
+    log = open_disk(folder, limits=SMALL)
+    for at in range(300, 320):
+        append(log, b"%d" % at)
+    offload(log, place, epochs=(EpochStart(7, 0), EpochStart(9, 30)))
+    wanted, end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(folder)
+    restored = restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    assert (restored.start, restored.end) == (0, end)
+    log = open_disk(folder, limits=SMALL)
+    assert read_all(log) == wanted[:end]
+    log.close()
+
+
+def test_epochs_that_a_long_history_forgot_leave_no_segment_out(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    offload(log, place, epochs=(EpochStart(1, 0), EpochStart(2, 9)))
+    for at in range(30):
+        append(log, b"%d" % at)
+    offload(log, place, epochs=(EpochStart(2, 9), EpochStart(3, 40), EpochStart(4, 55)))
+    for at in range(30):
+        append(log, b"%d" % at)
+    offload(log, place, epochs=(EpochStart(3, 40), EpochStart(4, 55), EpochStart(5, 70)))
+    end = log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(tmp_path)
+    restored = restore_shard(place, tmp_path, IDENTITY, DiskFiles(), tag)
+    assert (restored.start, restored.end) == (0, end)
 
 
 def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None:
@@ -419,6 +514,9 @@ def test_a_throttle_ends_when_it_is_asked_to() -> None:
         ("s4://bucket/x", "no scheme that fsspec knows"),
         ("simplecache::file:///srv", "::"),
         ("file:///srv/../etc", "without"),
+        ("file://srv/felix", "no absolute path"),
+        ("file:felix", "no absolute path"),
+        ("local://~/felix", "no absolute path"),
         ("s3://key:secret@bucket/x", "password"),
         ("sftp://host/x", "package"),
     ],
@@ -643,6 +741,27 @@ async def test_a_store_that_is_away_holds_up_nothing_that_is_local(
         assert shard.offload_waiting_bytes == 0 and not shard.offload_due(5_000)
 
 
+async def test_what_was_uploaded_before_a_turn_failed_is_counted(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, place) as shard:
+        for at in range(40):
+            await shard.append(batch_of(b"%d" % at * 40))
+        real, calls = store.put_file, list[str]()
+
+        def twice(files: Files, source: Path, url: str, pace: store.Pace = store.no_pace) -> store.Digest:
+            calls.append(url)
+            if len(calls) > 2:
+                raise UnavailableError("The store is full.")
+            return real(files, source, url, pace)
+
+        monkeypatch.setattr(store, "put_file", twice)
+        with pytest.raises(UnavailableError, match="full"):
+            await shard.offload(0, place)
+        assert (shard.counters.offloaded_segments, shard.counters.offload_failed) == (2, 1)
+        assert shard.counters.offloaded_bytes > 0
+
+
 async def test_a_full_disk_refuses_fetches_and_turns_and_nothing_is_lost(tmp_path: Path, place: str) -> None:
     files = FailingFiles()
     async with serving(tmp_path, place, files=files) as shard:
@@ -698,6 +817,10 @@ async def test_deleting_a_stream_deletes_its_objects_and_nothing_else_does(
     await directory.offload(shard, 0, place)
     objects = store.list_names(base)
     assert len(objects) > 4
+    # Left by a history that was given up, when the folder was put back to a backup.
+    for left in (f"{30:020d}.seg", f"{30:020d}.seg.json"):
+        store.put_bytes(b"left", object_url(base, left))
+    objects = store.list_names(base)
     await directory.close()
     directory = LogDirectory(tmp_path, IDENTITY.region)
     await directory.open_shard(name, incarnation, IDENTITY.shard, wanted, HOOKS)

@@ -341,6 +341,39 @@ async def test_a_damaged_list_stops_offload_and_deletes_nothing(tmp_path: Path, 
         check_store(record, other, place)
 
 
+async def test_a_list_that_the_store_changes_as_it_is_written_is_never_in_force(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    put = store.put_bytes
+
+    def changes(data: bytes, url: str) -> None:
+        put(data[:-9] + b"x" + data[-8:] if "/list-" in url else data, url)
+
+    async with leading(log, record, place) as shard:
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "put_bytes", changes)
+            with pytest.raises(UnavailableError, match="not what was written"):
+                await shard.offload(0, place)
+            assert record.pointer is None and shard.failure is None
+        while shard.offload_due(60_000):
+            await shard.offload(60_000, place)
+        check_store(record, log, place)
+
+
+def test_a_store_that_does_not_say_whether_an_object_is_there_is_not_believed_that_it_is_not(
+    tmp_path: Path, place: str
+) -> None:
+    url = f"file://{tmp_path}/store/object"
+    assert not store.is_there(url) and not store.is_there(f"{place}/object")
+    store.put_bytes(b"here", url)
+    assert store.is_there(url)
+    # What a share answers whose server is away, and a path in which a link leads back to itself.
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UnavailableError):
+        store.is_there(f"file://{tmp_path}/loop/object")
+
+
 @pytest.mark.parametrize("is_applied", [True, False])
 async def test_a_change_of_the_list_whose_answer_is_lost_leaves_nothing_behind(
     is_applied: bool, tmp_path: Path, place: str

@@ -77,6 +77,10 @@ async def test_a_stream_lives_in_two_places_and_is_read_as_one(folder: RegionFol
             lambda: shard_of(node).counters.offloaded_segments == shard_of(node).segment_count - 1 > 3
         )
         assert shard_of(node).offload_waiting_bytes == 0
+        # Local is the last segment, in the store are all the others, which have most of the bytes.
+        await until(lambda: shard_of(node).disk_bytes < shard_of(node).store_only_bytes)
+        (told,) = (await region.describe_stream(ROLLS)).state
+        assert told.store_only_bytes == sum(path.stat().st_size for path in place.rglob("*.seg"))
     uploaded = files_below(place)
     assert uploaded and all(b"secret" not in path.read_bytes() for path in uploaded), "sealed, as on the disk"
     async with running(folder, data=data, storage=storage) as node, client(folder) as region:

@@ -54,6 +54,14 @@ def test_entries_come_only_when_they_are_asked_for(reader: Any, logs: list[Path]
     assert listed["bytes"] == sum(leaf.header.record_bytes for leaf in leaves if leaf.entries)
 
 
+def test_a_schema_without_columns_or_with_unknown_ones_is_refused(spark: Any, logs: list[Path]) -> None:
+    from pyspark.sql.types import StructType
+
+    for schema, problem in ((StructType(), "no column of"), ("leafindex bigint", "no column 'leafindex'")):
+        with pytest.raises(Exception, match=problem):
+            spark.read.format("felix_audit").option("path", str(logs[0])).schema(schema).load().count()
+
+
 def test_a_prefix_can_be_read(spark: Any, logs: list[Path]) -> None:
     assert (
         spark.read.format("felix_audit").option("path", str(logs[0])).option("size", "7").load().count() == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +115,17 @@ def test_a_small_limit_reaches_every_shard_in_the_end() -> None:
     assert steps <= 500
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 100])
+@pytest.mark.parametrize("busy", [(0,), (0, 1, 2), (6, 0, 3, 4, 5)])
+def test_shards_that_are_never_read_up_pass_no_other_one_over(most: int, busy: tuple[int, ...]) -> None:
+    start, end = dict.fromkeys(range(7), 0), dict.fromkeys(range(7), 1)
+    for step in range(7):
+        for shard in busy:
+            end[shard] = start[shard] + 1000 * (1 + shard) + step
+        start = limited(start, end, most)
+    assert all(start.values())
+
+
 def test_a_shard_that_lost_its_end_is_read_from_where_it_ends_now() -> None:
     assert limited({0: 120, 1: 5}, {0: 100, 1: 50}, 10) == {0: 100, 1: 15}
     assert ranges_between({0: 120, 1: 5}, {0: 100, 1: 15}) == [Range(1, 5, 15)]
@@ -124,3 +136,9 @@ def test_bytes_are_counted_by_the_mean_record() -> None:
     assert offsets_for_bytes(stream, {0: 0}, {0: 1000}, 5_000) == 50
     assert offsets_for_bytes(stream, {0: 0}, {0: 10}, 5_000) == 10
     assert offsets_for_bytes(stream, {0: 0}, {0: 1000}, 1) == 1
+    # Most of the log is in a store.
+    shards = [
+        msgspec.structs.replace(shard, size_bytes=1_000, store_only_bytes=99_000) for shard in stream.state
+    ]
+    offloaded = msgspec.structs.replace(stream, state=shards)
+    assert offsets_for_bytes(offloaded, {0: 0}, {0: 1000}, 5_000) == 50

@@ -27,7 +27,9 @@ def test_names_of_options_are_taken_in_any_case() -> None:
     assert not options.fail_on_loss
 
 
-@pytest.mark.parametrize("text", ["2013-01-01T00:00:01Z", "2013-01-01T01:00:01+01:00", "1356998401000"])
+@pytest.mark.parametrize(
+    "text", ["2013-01-01T00:00:01Z", "2013-01-01T01:00:01+01:00", "1356998401000", "00001356998401000"]
+)
 def test_times_have_a_zone_or_are_milliseconds(text: str) -> None:
     assert read_options(LEAST | {"startingTimestamp": text}, streaming=True).starting_ms == 1_356_998_401_000
 
@@ -50,6 +52,16 @@ def test_times_have_a_zone_or_are_milliseconds(text: str) -> None:
         ({"minPartitions": "many"}, False, "'minPartitions' is 'many'"),
         ({"startingTimestamp": "2013-01-01T00:00:00"}, False, "'startingTimestamp'.*zone"),
         ({"startingTimestamp": "0", "startingOffsets": "earliest"}, False, "not both"),
+        ({"startingTimestamp": "253402300800000"}, False, "'startingTimestamp'.*up to the year 9999"),
+        (
+            {"startingTimestamp": "9999-12-31T23:59:59-10:00"},
+            False,
+            "'startingTimestamp'.*up to the year 9999",
+        ),
+        ({"startingTimestamp": "0001-01-01T00:00:00+10:00"}, False, "'startingTimestamp'.*ms since 1970"),
+        ({"startingTimestamp": "9" * 5000}, False, "'startingTimestamp'.*up to the year 9999"),
+        ({"minPartitions": "1" * 5000}, False, "'minPartitions'.*expected a number"),
+        ({"startingOffsets": "[" * 100_000}, False, "'startingOffsets'.*JSON of every shard"),
         ({"failOnDataLoss": "no"}, False, "'failOnDataLoss' is 'no'; expected true or false"),
     ],
 )

@@ -6,9 +6,11 @@ import asyncio
 import json
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from e2e.command_mesh import until
 
@@ -42,7 +44,7 @@ from audit.spark.stream_reader import (
     StreamRecreatedError,
     narrowed,
 )
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, UnavailableError
 from felix.messages import PutRights
 from felix.runtime.real import now_ms
 from felix.settings import Compaction, Durability, Views
@@ -256,6 +258,75 @@ def test_a_range_that_the_log_lost_is_an_error_and_not_a_wait(
     for first in (end - 3, end + 1):
         with pytest.raises(DataLossError, match=f"to {end + 4} of shard 0 .* lost its end in a crash"):
             list(reader.read(StreamRange(incarnation, Range(0, first, end + 5))))
+
+
+def untold(region: SparkRegion, stream: str, monkeypatch: pytest.MonkeyPatch, **said: str) -> list[int]:
+    """The first three answers say of shard 0 what a broker says that does not serve it. How often it was asked."""
+    real, asked = felix.RegionClient.describe_stream, list[int]()
+
+    async def describe(client: felix.RegionClient, name: Any) -> Any:
+        asked.append(len(asked))
+        state = await real(client, name)
+        assert all(shard.leader_epoch for shard in state.state)
+        if len(asked) <= 3:
+            zeros = {"log_start": 0, "high_watermark": 0, "log_end": 0, "leader_epoch": 0}
+            shards = [
+                msgspec.structs.replace(shard, **zeros, **said) if shard.shard == 0 else shard
+                for shard in state.state
+            ]
+            state = msgspec.structs.replace(state, state=shards)
+        return state
+
+    monkeypatch.setattr(felix.RegionClient, "describe_stream", describe)
+    return asked
+
+
+UNTOLD = [{"stopped": "Shard 0 is about to be served."}, {"leader": "b2"}]
+
+
+@pytest.mark.parametrize("said", UNTOLD)
+@pytest.mark.parametrize("tolerant", ["true", "false"])
+def test_a_shard_that_nobody_serves_for_a_moment_lost_nothing(
+    batch: Any, region: SparkRegion, monkeypatch: pytest.MonkeyPatch, said: dict[str, str], tolerant: str
+) -> None:
+    monkeypatch.setattr(stream_reader, "QUIET_S", 0.1)
+    name = region.stream(shards=1)
+    region.publish(name, 0, 10)
+    incarnation = region.client.describe_stream(name).incarnation.hex()
+    reader = batch(name, failOnDataLoss=tolerant)
+    asked = untold(region, name, monkeypatch, **said)
+    with ThreadPoolExecutor(1) as pool:
+        # Planned when the log reached further than the broker hands out for now.
+        task = pool.submit(numbers, reader, [StreamRange(incarnation, Range(0, 0, 20))])
+        until(lambda: len(asked) >= 2 or task.done(), "the task asks how far the shard reaches")
+        region.publish(name, 10, 20)
+        assert task.result() == list(range(20))
+
+
+@pytest.mark.parametrize("said", UNTOLD)
+def test_a_plan_waits_for_all_shards_and_leaves_none_out(
+    batch: Any, streaming: Any, region: SparkRegion, monkeypatch: pytest.MonkeyPatch, said: dict[str, str]
+) -> None:
+    monkeypatch.setattr(stream_reader, "SERVED_AGAIN_S", 0.01)
+    name = region.stream(shards=2)
+    region.publish(name, 0, 100)
+    query = streaming(name, startingOffsets="earliest", failOnDataLoss="false")
+    end = query.latestOffset(query.initialOffset(), ALL)
+    for plan in (
+        lambda: read(batch(name)),
+        lambda: numbers(query, query.partitions(query.initialOffset(), end)),
+    ):
+        with monkeypatch.context() as patch:
+            untold(region, name, patch, **said)
+            assert plan() == list(range(100))
+    with monkeypatch.context() as patch:
+        untold(region, name, patch, **said)
+        assert query.latestOffset(end, ALL) == end
+    untold(region, name, monkeypatch, **said)
+    monkeypatch.setattr(stream_reader, "SERVED_S", 0.0)
+    with pytest.raises(UnavailableError, match=rf"Shard 0 of {name} does not serve: .*(about|b2)") as refused:
+        batch(name).partitions()
+    assert refused.value.code is Code.SHARD_STOPPED
 
 
 def begins_and_ends(region: SparkRegion, name: str) -> tuple[int, int]:

@@ -77,6 +77,33 @@ def test_only_the_columns_of_a_schema_are_read(session: Any, region: SparkRegion
         schema("value string").count()
 
 
+def test_times_are_read_whatever_a_session_means_by_the_word_timestamp(
+    session: Any, read: Any, thousand: str, region: SparkRegion
+) -> None:
+    session.conf.set("spark.sql.timestampType", "TIMESTAMP_NTZ")
+    try:
+        frame = read(thousand, endingOffsets='{"0": 1, "1": 1}')
+        assert dict(frame.dtypes)["timestamp"] == "timestamp"
+        newest = max(row[0] for row in frame.selectExpr("unix_millis(timestamp)").collect())
+        assert 0 < newest <= region.newest_ms(thousand)
+        with pytest.raises(Exception, match="is timestamp, not timestamp_ntz") as refused:
+            session.read.format("felix").options(**region.options(thousand)).schema(
+                "timestamp timestamp"
+            ).load().count()
+        assert "timestamp_ltz" in said(refused)
+    finally:
+        session.conf.unset("spark.sql.timestampType")
+
+
+def test_a_schema_without_a_column_is_refused_instead_of_having_no_rows(
+    session: Any, region: SparkRegion, thousand: str
+) -> None:
+    from pyspark.sql.types import StructType
+
+    with pytest.raises(Exception, match="asks for no column"):
+        session.read.format("felix").options(**region.options(thousand)).schema(StructType()).load().count()
+
+
 def test_conditions_on_shard_and_offset_are_honoured_where_it_is_read(
     session: Any, read: Any, thousand: str
 ) -> None:
