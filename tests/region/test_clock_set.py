@@ -132,6 +132,7 @@ async def test_a_delay_lasts_as_long_behind_more_jobs_than_are_read_ahead(
     async with region.served(tmp_path) as made, asyncio.timeout(120):
         await made.create_queue(JOBS, visibility=600)
         jobs = made.queue(JOBS)
+        assert await jobs.lease(1) == [], "it is open"
         await jobs.put_many([b"%d" % number for number in range(READY_MAX + 100)])
         await jobs.put(b"delayed", delay=600)
         leased = await jobs.lease(TOLD_MAX + 100, wait=30)
