@@ -326,7 +326,7 @@ class GatheringPublisher(Blocking[Publisher]):
         while self._records or self._giving.locked():
             try:
                 await self._give()
-            except FelixError as error:
+            except Exception as error:
                 self._failed = self._failed or error
 
     def flush(self) -> None:
@@ -339,13 +339,15 @@ class GatheringPublisher(Blocking[Publisher]):
 
     async def _ended_by(self, end: Callable[[], Awaitable[None]]) -> None:
         await self._give_all()
-        failed, self._failed = self._failed, None
         try:
             await end()
         except FelixError as error:
+            failed, self._failed = self._failed, None
             if failed is None:
                 raise
             raise failed from error
+        # Taken only now: where the caller was interrupted while it waited, the next call raises it.
+        failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
 
@@ -358,6 +360,8 @@ class GatheringPublisher(Blocking[Publisher]):
         with self._lock:
             self._records[:0] = records
             self._gathered_bytes += sum(len(payload) for payload, _, _ in records)
+        if records and self._linger_s:
+            self._begin_linger()
 
     async def _send_full(self, last: GatheredRecord) -> None:
         """What is gathered, and the record that makes a batch of it full. Raises the error of an earlier batch before anything is given."""
@@ -365,24 +369,33 @@ class GatheringPublisher(Blocking[Publisher]):
         if failed is not None:
             raise failed
         await self._inner._check()
-        await self._give(last)
+        await self._give()
+        await self._inner._give(*last)
 
-    async def _give(self, last: GatheredRecord | None = None) -> None:
-        """Raises where a record cannot be: it is left out, and so is `last`; those between stay gathered. Where nothing more can be given, nothing stays."""
+    async def _give(self) -> None:
+        """What is gathered. Raises where a record cannot be: it is left out, and those behind it stay gathered. Where nothing more can be given, nothing stays.
+
+        It goes on where the caller was interrupted: what was taken to be given is nowhere else."""
+        giving = self._background.loop.create_task(self._give_gathered())
+        try:
+            await asyncio.shield(giving)
+        except asyncio.CancelledError:
+            giving.add_done_callback(self._given)
+            raise
+
+    async def _give_gathered(self) -> None:
         # In order: the linger may have ended while a full buffer is waited for.
         async with self._giving:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
             records = self._take()
-            if last is not None:
-                records.append(last)
             for at, record in enumerate(records):
                 try:
                     await self._inner._give(*record)
-                except FelixError:
+                except Exception:
                     if not self._inner.is_over:
-                        self._put_back([each for each in records[at + 1 :] if each is not last])
+                        self._put_back(records[at + 1 :])
                     raise
 
     def _begin_linger(self) -> None:
@@ -391,15 +404,12 @@ class GatheringPublisher(Blocking[Publisher]):
 
     def _linger_ended(self) -> None:
         self._timer = None
-        task = self._background.loop.create_task(self._give())
-        task.add_done_callback(self._lingered)
+        self._background.loop.create_task(self._give_gathered()).add_done_callback(self._given)
 
-    def _lingered(self, task: asyncio.Task[None]) -> None:
-        """The next call raises the error of a record that could not be sent; those behind it linger once more."""
+    def _given(self, task: asyncio.Task[None]) -> None:
+        """The next call raises the error of a record that could not be given."""
         if not task.cancelled() and task.exception() is not None:
             self._failed = self._failed or task.exception()
-            if self._records:
-                self._begin_linger()
 
 
 class RecordIterator(_Closing[subscription.Subscription]):

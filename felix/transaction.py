@@ -259,6 +259,7 @@ class Transaction:
         self._require_open()
         if self._waiting:
             await self._stage_waiting()
+            self._require_open()
         name = StreamName.parse(str(stream))
         if message_id is not None:
             headers = with_message_id(headers, message_id)
@@ -285,6 +286,7 @@ class Transaction:
             accumulator.bytes + size > STAGE_BYTES or len(accumulator.records) >= RECORDS_MAX
         ):
             await self._stage(name, number, target)
+            self._require_open()
             accumulator = self._accumulators.setdefault((name, number), _Accumulator())
         handle = TransactionRecord(name, number)
         accumulator.records.append(record)
@@ -321,6 +323,8 @@ class Transaction:
                 self._require_open()
                 waiting = self._waiting[0]
                 await self._transactions.call(waiting.message(self._staged))
+                # Another task may have aborted it meanwhile: nothing waits any more.
+                self._require_open()
                 self._waiting.popleft()
                 self._staged += 1
                 if waiting.handles is not None:
@@ -392,9 +396,12 @@ class Transaction:
         if self._over and not self._asked:
             raise RequestError("This transaction was aborted.", code=Code.STATE)
         assert self._begun_ms is not None, "a transaction is begun first"
-        for name, shard in list(self._accumulators):
-            await self._stage(name, shard, self._targets[name])
-        await self._stage_acknowledgements()
+        while self._accumulators or self._consumed or self._jobs or self._waiting:
+            # Also what other tasks have published or acknowledged while this was staged.
+            for name, shard in list(self._accumulators):
+                if (name, shard) in self._accumulators:
+                    await self._stage(name, shard, self._targets[name])
+            await self._stage_acknowledgements()
         self._over = self._asked = True
         try:
             answer = await self._transactions.call(Commit(self.id, self._staged, self._begun_ms))

@@ -84,6 +84,10 @@ TRACKED_FREE: Final = 1_000
 """Records that a shard may know one by one without asking the budget: every queue goes on, however full it is."""
 RELOAD_S: Final = 5.0
 """How long after a replay that failed it is tried again."""
+TOLD_MAX: Final = 512
+"""Of so many jobs the journal is told in one iteration of the event loop that the clock was set: some ms. A shard may know 200,000 of them."""
+TELL_AGAIN_S: Final = 0.1
+"""How long after a journal that took nothing it is tried again."""
 SETTLE_LOOK_S: Final = 0.005
 TRIM_BYTES: Final = 8 << 20
 """The log is not trimmed for less."""
@@ -170,6 +174,8 @@ class QueueShard:
         self._closed = False
         self._wanted = False
         self._reading: asyncio.Task[None] | None = None
+        self._moved: list[int] = []
+        """what the journal is told of since the clock was set"""
         self._clock = WallClock(broker.streams_ms, broker.boot_ms, self._clock_set)
         self._timer = DueTimer(self._tick, broker.streams_ms)
         self._end_seen = shard.high_watermark
@@ -191,12 +197,28 @@ class QueueShard:
         return self._clock.now_ms()
 
     def _clock_set(self, by_ms: int) -> None:
-        entries = self.state.clock_set(by_ms, self._broker.streams_ms())
-        if self.serves:
-            for entry in entries:
-                self._append(entry, ignore)
+        # Of the newest records nobody knows by which clock they have their times: of either, none of them comes too early.
+        end = self.log.log_end_offset if by_ms > 0 else self._end_seen
+        self._moved = self.state.clock_set(by_ms, self._broker.streams_ms(), end)
+        self._tell_times(self._moved)
         if self._serving:
             self._arm()
+
+    def _tell_times(self, moved: list[int], begin: int = 0) -> None:
+        """Whoever leads next goes by what the journal says: so many in one iteration of the event loop, each by what it is then."""
+        if moved is not self._moved or begin >= len(moved) or self._closed:
+            return
+        loop, end = asyncio.get_running_loop(), begin
+        if self.serves:
+            end += TOLD_MAX
+            for entry in self.state.times(moved[begin:end]):
+                self._append(entry, ignore)
+        if end >= len(moved):
+            self._moved = []
+        elif end > begin:
+            loop.call_soon(self._tell_times, moved, end)
+        else:
+            loop.call_later(TELL_AGAIN_S, self._tell_times, moved, end)
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -209,6 +231,7 @@ class QueueShard:
     def begin(self) -> None:
         self._stop_reading()
         self._drop_decoded()
+        self._moved = []
         self.state = QueueState(self.settings)
         self.dead.reset()
         for waiting in self._coming_back.values():
@@ -320,6 +343,8 @@ class QueueShard:
     # -- the log ---------------------------------------------------------------------------------------
 
     def _grown(self) -> None:
+        # Where the clock was set, what had its time before is known from what has it since.
+        self._clock.now_ms()
         end = self.log.high_watermark
         if end > self._end_seen:
             self.put.add(end - self._end_seen, self._broker.boot_ms())

@@ -47,6 +47,8 @@ VISIBILITY_MS_MAX: Final = 12 * 3_600_000
 """A lease may be asked for so long."""
 RECORD_BYTES: Final = 320
 """About what one of them takes in memory."""
+SETS_MAX: Final = 64
+"""So many settings of the clock are known of records that are not taken up: of more, a delay counts from the time that the record has."""
 FINISHED_MAX: Final = 16_384
 """Records that took more than one lease and are done, of which the last token is remembered to answer a repeated ack."""
 PRIORITIES: Final = 10
@@ -222,6 +224,8 @@ class QueueState:
         self._timer_numbers = count()
         self._keys: dict[bytes, deque[int]] = {}
         self._finished: dict[int, int] = {}
+        self._set_since: list[tuple[int, int]] = []
+        """By how much the clock was set once the records below an offset, of those that are not taken up, had been published; the newest last."""
 
     # -- stats -----------------------------------------------------------------------------------------
 
@@ -291,8 +295,10 @@ class QueueState:
         record = self.tracked.get(offset)
         if record is None:
             record = Tracked(offset, Phase.WAITING)
-            # Nothing is published later than now: a time that says so is of a clock that was ahead.
-            began_ms = time_ms if time_ms <= now_ms + SET_MS else now_ms
+            began_ms = time_ms + self._set_since_published(offset)
+            if began_ms > now_ms + SET_MS:
+                # Nothing is published later than now: a time that says so is of a clock that was ahead.
+                began_ms = now_ms
             delayed_ms = began_ms + wanted.delay_ms if wanted.delay_ms else 0
             record.due_ms = max(wanted.at_ms, delayed_ms)
             record.is_delayed = delayed_ms > wanted.at_ms
@@ -319,6 +325,13 @@ class QueueState:
             self._time(record.due_ms, [offset])
         else:
             self._free(record, now_ms)
+
+    def _set_since_published(self, offset: int) -> int:
+        """By how much the clock was set since the record was published; 0 of one that was before this start."""
+        if not self._set_since or offset < self.own_from:
+            return 0
+        self._set_since = [each for each in self._set_since if each[0] > self.head]
+        return sum(by_ms for end, by_ms in self._set_since if offset < end)
 
     def skip(self, offset: int) -> list[int]:
         """The log has nothing below `offset` that was not taken up: what retention removed is done. The records so lost that
@@ -543,9 +556,11 @@ class QueueState:
         spent.sort()
         return spent
 
-    def clock_set(self, by_ms: int, now_ms: int) -> list[bytes]:
-        """The clock was set ahead, or, negative, back, to `now_ms`: what lasts since this start has the time that is left of it. The entries, for who leads next; to be told before
-        anything else is decided by the clock as it is now."""
+    def clock_set(self, by_ms: int, now_ms: int, end: int) -> list[int]:
+        """The clock was set ahead, or, negative, back, to `now_ms`: what lasts since this start has the time that is left of it, also in records below `end`,
+        published before, that are taken up later. To be told before anything else is decided by the clock as it is now. The offsets of those whose `times` are for who leads next."""
+        if end > max(self.head, self.own_from):
+            self._set_since = [*self._set_since[1 - SETS_MAX :], (end, by_ms)]
         moved = []
         for record in self.tracked.values():
             if record.phase is Phase.MOVING:
@@ -560,8 +575,14 @@ class QueueState:
                 record.due_ms += now_ms - record.time_ms
                 record.is_own = True
                 moved.append(record)
-        self._time_each(record.offset for record in moved if record.phase in (Phase.LEASED, Phase.DELAYED))
-        return self._held(sorted((record for record in moved if record.token), key=lambda each: each.offset))
+        if moved:
+            self._renew_timers()
+        return sorted(record.offset for record in moved if record.token)
+
+    def times(self, offsets: Sequence[int]) -> list[bytes]:
+        """Until when these are leased or delayed by now, of those that still are."""
+        records = [self.tracked[offset] for offset in offsets if offset in self.tracked]
+        return self._held(record for record in records if record.token and record.phase is not Phase.MOVING)
 
     # -- dead letters ----------------------------------------------------------------------------------
 

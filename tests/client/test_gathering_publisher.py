@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
 from felix.batch import NewRecord
 from felix.blocking import Background, GatheringPublisher
-from felix.errors import UnavailableError
+from felix.errors import RequestError, UnavailableError
 
 
 class Full:
@@ -22,6 +24,7 @@ class Full:
         self.room = asyncio.Event()
         self.waits = threading.Event()
         self.given: list[bytes] = []
+        self.wrong: dict[bytes, Exception] = {}
 
     async def _check(self) -> None:
         pass
@@ -29,6 +32,8 @@ class Full:
     async def _give(self, payload: bytes, key: Any, headers: Any) -> None:
         self.waits.set()
         await self.room.wait()
+        if payload in self.wrong:
+            raise self.wrong[payload]
         self.given.append(payload)
         await asyncio.sleep(0)
 
@@ -108,5 +113,123 @@ def test_a_record_that_made_a_batch_full_is_not_given_where_an_earlier_error_is_
             made.send(b"2")
         made.flush()
         assert inner.given == [b"0", b"1"]
+    finally:
+        background.stop()
+
+
+def interrupted(background: Background, call: Callable[[], Any]) -> None:
+    """The call, in a thread that Ctrl-C interrupts while it waits (Background.call)."""
+    waiting: list[Any] = []
+    run, is_begun = asyncio.run_coroutine_threadsafe, threading.Event()
+
+    def begun(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        waiting.append(run(work, loop))
+        is_begun.set()
+        return waiting[0]
+
+    asyncio.run_coroutine_threadsafe = begun  # type: ignore[assignment]
+    try:
+        thread = threading.Thread(target=lambda: _cancelled(call))
+        thread.start()
+        assert is_begun.wait(60)
+    finally:
+        asyncio.run_coroutine_threadsafe = run
+    # What was asked is under way.
+    background.run(lambda: None)
+    waiting[0].cancel()
+    thread.join(60)
+    background.run(lambda: None)
+
+
+def _cancelled(call: Callable[[], Any]) -> None:
+    with pytest.raises(CancelledError):
+        call()
+
+
+@pytest.mark.parametrize("how", ["flush", "close", "publish", "send"])
+def test_what_is_collected_is_given_although_the_caller_is_interrupted_while_it_waits(how: str) -> None:
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=0, batch_bytes=1 << 20, batch_records=51)  # type: ignore[arg-type]
+    try:
+        for number in range(50):
+            made.send(b"%d" % number)
+        last = [b"last"] if how in ("publish", "send") else []
+        interrupted(background, lambda: getattr(made, how)(*last))
+        made.send(b"50")
+        background.loop.call_soon_threadsafe(inner.room.set)
+        made.flush()
+        assert inner.given == [b"%d" % number for number in range(51)], "and what was interrupted is not"
+    finally:
+        background.stop()
+
+
+def test_an_error_is_not_lost_where_who_would_be_told_it_is_interrupted() -> None:
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=1, batch_bytes=1 << 20, batch_records=100)  # type: ignore[arg-type]
+    background.loop.call_soon_threadsafe(inner.room.set)
+    inner.wrong[b"0"] = RequestError("It cannot be.")
+    acknowledged = asyncio.Event()
+
+    async def flush() -> None:
+        await acknowledged.wait()
+
+    inner.flush = flush  # type: ignore[method-assign]
+    try:
+        made.send(b"0")
+        interrupted(background, made.flush)
+        background.loop.call_soon_threadsafe(acknowledged.set)
+        with pytest.raises(RequestError, match="cannot be"):
+            made.flush()
+        made.flush()
+    finally:
+        background.stop()
+
+
+@pytest.mark.parametrize("error", [RequestError("It cannot be."), TypeError("a header that is no bytes")])
+@pytest.mark.parametrize("linger_ms", [0, 50])
+def test_a_record_that_cannot_be_takes_none_along(error: Exception, linger_ms: int) -> None:
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(
+        background,
+        inner,  # type: ignore[arg-type]
+        linger_ms=linger_ms,
+        batch_bytes=1 << 20,
+        batch_records=10,
+    )
+    background.loop.call_soon_threadsafe(inner.room.set)
+    inner.wrong[b"3"] = error
+    raised = 0
+    try:
+        for number in range(30):
+            try:
+                made.send(b"%d" % number)
+            except type(error):
+                raised += 1
+                made.send(b"%d" % number)
+        try:
+            made.flush()
+        except type(error):
+            raised += 1
+        assert raised == 1 and inner.given == [b"%d" % number for number in range(30) if number != 3]
+    finally:
+        background.stop()
+
+
+def test_what_stays_collected_behind_a_record_that_cannot_be_lingers_no_longer() -> None:
+    background, inner = Background(), Full()
+    made: Any = GatheringPublisher(background, inner, linger_ms=60_000, batch_bytes=1 << 20, batch_records=10)  # type: ignore[arg-type]
+    background.loop.call_soon_threadsafe(inner.room.set)
+    inner.wrong[b"3"] = RequestError("It cannot be.")
+    try:
+        for number in range(9):
+            made.send(b"%d" % number)
+        made._linger_s = 0.001
+        with pytest.raises(RequestError, match="cannot be"):
+            made.send(b"9")
+        for _ in range(6_000):
+            if len(inner.given) == 8:
+                break
+            threading.Event().wait(0.01)
+        assert inner.given == [b"%d" % number for number in range(9) if number != 3]
     finally:
         background.stop()

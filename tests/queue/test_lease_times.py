@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from felix.settings import QueueSettings
-from region.queue.state import VISIBILITY_MS_MAX, Delay, Phase, QueueState
+from region.queue.state import SETS_MAX, VISIBILITY_MS_MAX, Delay, Phase, QueueState
 
 NOW_MS = 1_800_000_000_000
 DAY_MS = 24 * 3_600_000
@@ -82,7 +82,7 @@ def test_a_lease_lasts_as_long_as_it_was_to_wherever_the_clock_is_set(visibility
     state = leased_at(NOW_MS, visibility_ms)
     before = state.entries()
     after = NOW_MS + by_ms
-    entries = state.clock_set(by_ms, after)
+    entries = state.times(state.clock_set(by_ms, after, 2))
     # Another one begins, by the clock as it is now.
     lease_next(state, after, 500_000)
     assert not state.tick(after) and state.counts[Phase.LEASED] == 2
@@ -98,9 +98,9 @@ def test_a_lease_lasts_as_long_as_it_was_to_wherever_the_clock_is_set(visibility
 
 def test_a_lease_that_was_extended_while_the_clock_was_ahead_lasts_as_long_from_when_it_is_right() -> None:
     state = leased_at(NOW_MS, 30_000)
-    state.clock_set(HOUR_MS, NOW_MS + HOUR_MS)
+    state.clock_set(HOUR_MS, NOW_MS + HOUR_MS, 2)
     state.extend([(0, 1, 1)], NOW_MS + HOUR_MS + 30_000)
-    state.clock_set(-HOUR_MS, NOW_MS)
+    state.clock_set(-HOUR_MS, NOW_MS, 2)
     assert state.tracked[0].leased_ms == NOW_MS, "which is shown"
     state.tick(NOW_MS + 29_999)
     assert state.counts[Phase.LEASED] == 1
@@ -111,7 +111,7 @@ def test_a_lease_that_was_extended_while_the_clock_was_ahead_lasts_as_long_from_
 def test_a_lease_of_before_a_start_goes_by_the_clock_as_it_is() -> None:
     """It may have been wrong when the broker started, and is right now."""
     state = replayed(NOW_MS + 30_000, NOW_MS - HOUR_MS)
-    assert not state.clock_set(HOUR_MS, NOW_MS)
+    assert not state.clock_set(HOUR_MS, NOW_MS, 2)
     state.tick(NOW_MS + 30_000)
     assert state.counts[Phase.LEASED] == 0
 
@@ -121,7 +121,8 @@ def test_a_lease_that_ran_out_while_the_clock_was_ahead_has_run_out_for_the_next
     before = state.entries()
     state.tick(NOW_MS + HOUR_MS + 30_000)
     assert state.tracked[0].phase is Phase.READY
-    led = read_again([*before, *state.clock_set(-HOUR_MS, NOW_MS + 30_000)], 2, NOW_MS + 40_000)
+    entries = state.times(state.clock_set(-HOUR_MS, NOW_MS + 30_000, 2))
+    led = read_again([*before, *entries], 2, NOW_MS + 40_000)
     led.tick(NOW_MS + 40_000)
     assert led.counts[Phase.READY] == 2
 
@@ -132,7 +133,7 @@ def test_what_was_given_back_waits_as_long_as_it_was_to_wherever_the_clock_is_se
     before = state.entries()
     given_back, _, _ = state.nack([(0, 1, 1)], 60_000, NOW_MS)
     after = NOW_MS + by_ms
-    entries = state.clock_set(by_ms, after)
+    entries = state.times(state.clock_set(by_ms, after, 2))
     for led in (state, read_again([*before, *given_back, *entries], 2, after)):
         led.tick(after + 59_999)
         assert led.tracked[0].phase is Phase.DELAYED
@@ -151,7 +152,7 @@ def delayed(published_ms: int, taken_up_ms: int, wanted: Delay, own_from: int = 
 @pytest.mark.parametrize("by_ms", [-HOUR_MS, HOUR_MS])
 def test_a_job_that_was_put_with_a_delay_comes_after_it_wherever_the_clock_is_set(by_ms: int) -> None:
     state = delayed(NOW_MS, NOW_MS, Delay(0, 60_000))
-    assert not state.clock_set(by_ms, NOW_MS + by_ms), "the journal knows nothing of it"
+    assert not state.clock_set(by_ms, NOW_MS + by_ms, 1), "the journal knows nothing of it"
     state.tick(NOW_MS + by_ms + 59_999)
     assert state.counts[Phase.DELAYED] == 1
     state.tick(NOW_MS + by_ms + 60_000)
@@ -160,7 +161,7 @@ def test_a_job_that_was_put_with_a_delay_comes_after_it_wherever_the_clock_is_se
 
 def test_a_time_of_the_day_goes_by_the_clock_as_it_is() -> None:
     state = delayed(NOW_MS, NOW_MS, Delay(NOW_MS + HOUR_MS + 60_000, 60_000))
-    state.clock_set(HOUR_MS, NOW_MS + HOUR_MS)
+    state.clock_set(HOUR_MS, NOW_MS + HOUR_MS, 1)
     state.tick(NOW_MS + HOUR_MS + 59_999)
     assert state.counts[Phase.DELAYED] == 1
     state.tick(NOW_MS + HOUR_MS + 60_000)
@@ -169,7 +170,7 @@ def test_a_time_of_the_day_goes_by_the_clock_as_it_is() -> None:
 
 def test_a_delay_of_before_a_start_goes_by_the_clock_as_it_is() -> None:
     state = delayed(NOW_MS - 2 * HOUR_MS, NOW_MS - HOUR_MS, Delay(0, 2 * HOUR_MS + 30_000), own_from=1)
-    state.clock_set(HOUR_MS, NOW_MS)
+    state.clock_set(HOUR_MS, NOW_MS, 1)
     state.tick(NOW_MS + 29_999)
     assert state.counts[Phase.DELAYED] == 1
     state.tick(NOW_MS + 30_000)
@@ -193,10 +194,50 @@ def test_a_job_that_was_put_before_a_start_by_a_clock_that_was_ahead_waits_for_i
 ):
     state = delayed(NOW_MS + HOUR_MS, NOW_MS + HOUR_MS, Delay(0, 60_000), own_from=1)
     for _ in range(2):
-        state.clock_set(-HOUR_MS, NOW_MS)
+        state.clock_set(-HOUR_MS, NOW_MS, 1)
         state.tick(NOW_MS + 59_999)
         assert state.counts[Phase.DELAYED] == 1
-        state.clock_set(HOUR_MS, NOW_MS + HOUR_MS)
-    state.clock_set(-HOUR_MS, NOW_MS)
+        state.clock_set(HOUR_MS, NOW_MS + HOUR_MS, 1)
+    state.clock_set(-HOUR_MS, NOW_MS, 1)
     state.tick(NOW_MS + 60_000)
     assert state.counts[Phase.READY] == 1
+
+
+@pytest.mark.parametrize("by_ms", [-HOUR_MS, HOUR_MS])
+@pytest.mark.parametrize("again_ms", [0, HOUR_MS, -HOUR_MS])
+def test_a_delay_of_a_job_that_is_taken_up_after_the_clock_was_set_lasts_as_long(
+    by_ms: int, again_ms: int
+) -> None:
+    """Behind more ready jobs than are read ahead it is not known one by one."""
+    state = QueueState(QueueSettings(visibility_ms=30_000))
+    assert not state.clock_set(by_ms, NOW_MS + by_ms, 1)
+    now_ms = NOW_MS + by_ms + 10_000
+    if again_ms:
+        state.clock_set(again_ms, now_ms + again_ms, 1)
+        now_ms += again_ms
+    state.take_up(0, NOW_MS, 4, Delay(0, 60_000), None, now_ms)
+    state.tick(now_ms + 49_999)
+    assert state.counts[Phase.DELAYED] == 1
+    state.tick(now_ms + 50_000)
+    assert state.counts[Phase.READY] == 1
+
+
+def test_a_job_that_was_put_after_the_clock_was_set_or_before_a_start_keeps_its_time() -> None:
+    state = QueueState(QueueSettings(visibility_ms=30_000))
+    state.own_from = 1
+    state.clock_set(HOUR_MS, NOW_MS + HOUR_MS, 2)
+    for published_ms in (NOW_MS + HOUR_MS - 30_000, NOW_MS, NOW_MS + HOUR_MS):
+        state.take_up(state.head, published_ms, 4, Delay(0, 60_000), None, NOW_MS + HOUR_MS)
+    dues = [state.tracked[offset].due_ms - NOW_MS - HOUR_MS for offset in range(3)]
+    assert dues == [30_000, 60_000, 60_000]
+
+
+def test_settings_of_the_clock_are_not_remembered_for_ever() -> None:
+    state = QueueState(QueueSettings(visibility_ms=30_000))
+    for number in range(1_000):
+        state.clock_set(HOUR_MS * (-1) ** number, NOW_MS, number + 1)
+    assert len(state._set_since) == SETS_MAX
+    state.take_up(0, NOW_MS, 4, Delay(0, 60_000), None, NOW_MS)
+    state.take_up_run(1_000, NOW_MS, NOW_MS)
+    state.take_up(1_000, NOW_MS, 4, Delay(0, 60_000), None, NOW_MS)
+    assert not state._set_since

@@ -19,6 +19,8 @@ from felix.settings import Retention, SubscriptionSettings
 from region.bootstrap import write_profile
 from region.config import load_config
 from region.node import Node
+from region.queue.shard import TOLD_MAX
+from region.queue.state import READY_MAX, Phase, QueueState
 from region.views import wall_clock
 
 HOUR_MS = 3_600_000
@@ -120,6 +122,36 @@ async def test_nothing_is_over_before_its_time_where_a_clock_is_set(tmp_path: Pa
             state = await orders.describe_subscription("crew")
             assert (state.redelivered, state.shards[0].committed) == (0, 1)
         assert (await made.describe_stream(ORDERS)).state[0].log_start == 0
+
+
+@pytest.mark.parametrize("ahead_ms", [HOUR_MS, -HOUR_MS])
+async def test_a_delay_lasts_as_long_behind_more_jobs_than_are_read_ahead(
+    tmp_path: Path, ahead_ms: int
+) -> None:
+    region = Region()
+    async with region.served(tmp_path) as made, asyncio.timeout(120):
+        await made.create_queue(JOBS, visibility=600)
+        jobs = made.queue(JOBS)
+        assert await jobs.lease(1) == [], "it is open"
+        await jobs.put_many([b"%d" % number for number in range(READY_MAX + 100)])
+        await jobs.put(b"delayed", delay=600)
+        leased = await jobs.lease(TOLD_MAX + 100, wait=30)
+        region.ahead_ms = ahead_ms
+        await jobs.put(b"last", delay=600)
+        while more := await jobs.lease(1_000):
+            leased += more
+        assert len(leased) == READY_MAX + 100
+        (shard,) = (shard for queue in region.node.queues._queues.values() for shard in queue.shards)
+        await until(lambda: not shard._moved)
+        assert shard.state.counts[Phase.DELAYED] == 2
+        # Whoever leads next knows it, too.
+        read_again = QueueState(shard.settings)
+        async for entry in shard.actor.journal.replay():
+            if entry[:1] == b"\0":
+                read_again.apply(entry[1:], shard.now_ms)
+        now_ms = shard.now_ms
+        assert all(400_000 < record.due_ms - now_ms <= 600_000 for record in read_again.tracked.values())
+        await asyncio.gather(*(job.ack() for job in leased))
 
 
 async def test_records_go_by_their_age_once_a_clock_that_was_set_ahead_stands_for_an_hour(
