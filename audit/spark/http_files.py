@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import http.client
 import re
-import socket
 import ssl
-import threading
 from base64 import b64encode
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from audit.file_size import WAL_FILE_BYTES_MAX, file_bytes_max, too_long
+from audit.http_connection import HttpConnection
 from felix.errors import Code, RequestError, UnavailableError
 
 SCHEMES: Final = ("http", "https")
@@ -52,7 +50,7 @@ class HttpFiles:
         if self._parts.username is not None:
             said = f"{unquote(self._parts.username)}:{unquote(self._parts.password or '')}"
             self._headers["Authorization"] = f"Basic {b64encode(said.encode()).decode()}"
-        self._idle: _Connection | None = None
+        self._idle: HttpConnection | None = None
         """a connection that was not ended behind an answer"""
 
     def read(self, path: str) -> bytes | None:
@@ -100,76 +98,30 @@ class HttpFiles:
             # The server may have ended it since.
             with suppress(UnavailableError):
                 return self._ask(idle, path, bytes_max)
-        return self._ask(_Connection(self._parts, self._tls), path, bytes_max)
+        return self._ask(HttpConnection(self._parts, self._tls), path, bytes_max)
 
     def _ask(
-        self, connection: _Connection, path: str, bytes_max: int
+        self, connection: HttpConnection, path: str, bytes_max: int
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        # A timeout of the socket is for each read; this one is for all of them, however slowly bytes come in.
-        timer = threading.Timer(REQUEST_S, connection.shut)
-        timer.daemon = True
-        timer.start()
-        is_whole = False
+        goes_on = False
         try:
-            answer = connection.ask(f"{self._root}/{path}", self._headers)
-            parts, left = list[bytes](), bytes_max + 1
-            while left and (part := answer.read(min(left, PART_BYTES))):
-                parts.append(part)
-                left -= len(part)
-            if left and answer.length:
-                raise http.client.IncompleteRead(b"", answer.length)
-            connection.require_time()
-            is_whole = left > 0 and not answer.will_close
+            with connection.within(REQUEST_S):
+                answer = connection.ask("GET", f"{self._root}/{path}", self._headers, None, ANSWER_S)
+                parts, left = list[bytes](), bytes_max + 1
+                while left and (part := answer.read(min(left, PART_BYTES))):
+                    parts.append(part)
+                    left -= len(part)
+                if left and answer.length:
+                    raise http.client.IncompleteRead(b"", answer.length)
+            goes_on = left > 0 and not answer.will_close
             return answer.status, answer.headers, b"".join(parts)
         except (OSError, http.client.HTTPException, ValueError) as error:
             said = f"{error}".strip() or type(error).__name__
             raise UnavailableError(f"{self._where(path)} could not be read: {said[:200]}.") from error
         finally:
-            timer.cancel()
-            before, self._idle = self._idle, connection if is_whole else None
+            before, self._idle = self._idle, connection if goes_on else None
             for ended in {before, connection} - {self._idle, None}:
                 ended.close()
-
-
-class _Connection:
-    """One to a log's server, made with the first request."""
-
-    def __init__(self, parts: SplitResult, tls: ssl.SSLContext | None) -> None:
-        self._host, self._tls = parts.hostname or "", tls
-        self._port = parts.port or (80 if tls is None else 443)
-        self._http = http.client.HTTPConnection(parts.netloc.rpartition("@")[2])
-        self._guard: socket.socket | None = None
-        """the same connection, whatever is made of the socket"""
-        self._is_shut = False
-
-    def ask(self, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-        """Raises OSError, HTTPException."""
-        if self._guard is None:
-            plain = socket.create_connection((self._host, self._port), ANSWER_S)
-            self._http.sock = plain
-            self._guard = plain.dup()
-            self.require_time()
-            if self._tls is not None:
-                self._http.sock = self._tls.wrap_socket(plain, server_hostname=self._host)
-        self._http.request("GET", path, headers=dict(headers))
-        return self._http.getresponse()
-
-    def require_time(self) -> None:
-        """Raises TimeoutError where it was shut: what came until then looks whole where an answer has no length."""
-        if self._is_shut:
-            raise TimeoutError("it took too long")
-
-    def shut(self) -> None:
-        """End what is under way. From another thread."""
-        self._is_shut = True
-        if (guard := self._guard) is not None:
-            with suppress(OSError):
-                guard.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._http.close()
-        if self._guard is not None:
-            self._guard.close()
 
 
 def _checked(url: str) -> SplitResult:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from attacks.chance import Chance
 from attacks.conftest import Tally
 from attacks.test_files_without_end import bounded
 from audit_log import EGRESS_ORIGIN, Link, trust
@@ -206,7 +207,7 @@ def test_a_folder_is_listed_as_far_as_its_page_says() -> None:
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, link = tmp_path_factory.mktemp("log"), Link()
     leaves = [leaf for leaf in link.agreement() if leaf.header.kind is not Kind.POLICY]
-    write_log(path, EGRESS_ORIGIN, [[*leaves] * 60], cosign=True)
+    write_log(path, EGRESS_ORIGIN, [[*leaves] * 130], cosign=True)
     return path
 
 
@@ -237,12 +238,10 @@ def test_a_log_that_is_served_verifies_and_is_copied_as_from_its_folder(log: Pat
 
 
 def test_other_contents_at_the_second_request_are_refused_or_the_same(
-    log: Path, tmp_path: Path, chance: int, tally: Tally
+    log: Path, tmp_path: Path, chance: Chance, tally: Tally
 ) -> None:
     """One file, from some request on: cut, flipped, doubled, gone, another file's."""
-    from random import Random
-
-    random = Random(chance)
+    random = chance(20)
     paths = sorted(
         path.relative_to(log).as_posix()
         for path in log.rglob("*")
