@@ -30,7 +30,9 @@ LISTING_BYTES_MAX: Final = 1 << 20
 PART_BYTES: Final = 1 << 20
 """Of an answer, taken at once."""
 _NOT_THERE: Final = (404, 410)
-_HREF: Final = re.compile(rb"""\shref\s{0,8}=\s{0,8}(?:"([^"<>]{1,1000})"|'([^'<>]{1,1000})')""", re.IGNORECASE)
+_HREF: Final = re.compile(
+    rb"""\shref\s{0,8}=\s{0,8}(?:"([^"<>]{1,1000})"|'([^'<>]{1,1000})')""", re.IGNORECASE
+)
 
 
 def is_http(path: str) -> bool:
@@ -119,9 +121,12 @@ class HttpFiles:
             said = f"{error}".strip() or type(error).__name__
             raise UnavailableError(f"{self._where(path)} could not be read: {said[:200]}.") from error
         finally:
-            before, self._idle = self._idle, connection if goes_on else None
-            for ended in {before, connection} - {self._idle, None}:
-                ended.close()
+            if goes_on:
+                before, self._idle = self._idle, connection
+            else:
+                before = connection
+            if before is not None:
+                before.close()
 
 
 def _checked(url: str) -> SplitResult:
@@ -136,4 +141,3 @@ def _checked(url: str) -> SplitResult:
             code=Code.UNSUPPORTED,
         )
     return parts
-

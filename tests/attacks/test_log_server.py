@@ -106,9 +106,7 @@ UNREADABLE: dict[str, Answer] = {
     "a header line without end": sends(b"HTTP/1.1 200 OK\r\nX-A: ", endless=MANY.replace(b"\0", b"a")),
     "a failure": sends(plain(b"x", "Content-Length: 1", status="503 Service Unavailable")),
     "a part": sends(plain(b"x", "Content-Length: 1", status="206 Partial Content")),
-    "what was not asked for": sends(
-        plain(BOMB[:30_000], "Content-Encoding: gzip", "Content-Length: 30000")
-    ),
+    "what was not asked for": sends(plain(BOMB[:30_000], "Content-Encoding: gzip", "Content-Length: 30000")),
     "a bomb": sends(plain(gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip", "Connection: close")),
     "an odd length": sends(plain(b"10\r\n", "Transfer-Encoding: chunked"), b"zz\r\n" * 9),
 }
@@ -136,9 +134,7 @@ def test_an_answer_that_is_no_file_says_nothing_of_the_log(what: str, tally: Tal
 
 
 @pytest.mark.parametrize("what", SLOW)
-def test_a_file_takes_so_long_and_no_longer(
-    what: str, monkeypatch: pytest.MonkeyPatch, tally: Tally
-) -> None:
+def test_a_file_takes_so_long_and_no_longer(what: str, monkeypatch: pytest.MonkeyPatch, tally: Tally) -> None:
     monkeypatch.setattr(http_files, "REQUEST_S", 0.5)
     with served(SLOW[what]) as url, bounded(), pytest.raises(UnavailableError):
         open_files(url).read("checkpoint")
@@ -188,7 +184,7 @@ def test_a_folder_is_listed_as_far_as_its_page_says() -> None:
         with served(sends(plain(body, *headers))) as url:
             return open_files(url).names("tile/0/000.p")
 
-    own = b"<a href='7'>7</a> <a class=\"x\" HREF = \"9\">9</a> <a href=\"/log/tile/0/000.p/12\">12</a>"
+    own = b'<a href=\'7\'>7</a> <a class="x" HREF = "9">9</a> <a href="/log/tile/0/000.p/12">12</a>'
     others = b"".join(
         b'<a href="%s">x</a>' % link
         for link in (
@@ -277,12 +273,25 @@ def test_other_contents_at_the_second_request_are_refused_or_the_same(
                 assert not (to / "checkpoint").exists()
                 continue
         assert (to / "checkpoint").read_bytes() == whole
-        assert not verify_log(Folder(to), trust(), cosignatures_min=0).findings or how in ("gone", "other", "cut")
+        assert not verify_log(Folder(to), trust(), cosignatures_min=0).findings or how in (
+            "gone",
+            "other",
+            "cut",
+        )
     tally("copies from a server that changes its mind", 20)
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "http://:80/log", "https:///log", "http://h:99999/l", "http://h/l?x", "http://h/l\n", "http://ü/l"]
+    "url",
+    [
+        "http://",
+        "http://:80/log",
+        "https:///log",
+        "http://h:99999/l",
+        "http://h/l?x",
+        "http://h/l\n",
+        "http://ü/l",
+    ],
 )
 def test_what_is_no_url_of_a_log_is_refused(url: str) -> None:
     with pytest.raises(RequestError, match="not the URL of a log"):

@@ -330,7 +330,9 @@ def test_an_answer_that_trickles_ends_with_the_call(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 60, "a byte each 100 ms would take a quarter of an hour"
 
 
-@pytest.mark.parametrize("head", [b"Connection: close\r\nContent-Length: 10000", b"Connection: close", b"X: y"])
+@pytest.mark.parametrize(
+    "head", [b"Connection: close\r\nContent-Length: 10000", b"Connection: close", b"X: y"]
+)
 def test_a_body_that_trickles_ends_with_the_call(head: bytes) -> None:
     """Once the headers are read, the socket of a connection that is to be closed is not the connection's any more."""
     answer = b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n"
