@@ -86,7 +86,7 @@ class HttpFiles:
             with suppress(ValueError):
                 link = urljoin(base, (links[0] or links[1]).decode("ascii"))
                 name = unquote(link.removeprefix(base).rstrip("/"))
-                if link.startswith(base) and name and not {"/", "?", "#"} & set(name):
+                if link.startswith(base) and name not in ("", ".", "..") and not {"/", "?", "#"} & set(name):
                     found.add(name)
         return sorted(found)
 

@@ -189,7 +189,7 @@ def test_a_folder_is_listed_as_far_as_its_page_says() -> None:
         b'<a href="%s">x</a>' % link
         for link in (
             b"../5", b"/log/5", b"http://other/log/tile/0/000.p/5", b"//x/5", b"?C=N;O=D", b"#5", b"a/5", b"",
-            b"file:///etc/passwd", b"http://[", b"\xff", b"%2e%2e%2f5",
+            b"file:///etc/passwd", b"http://[", b"\xff", b"%2e%2e%2f5", b"%2e%2e", b"%2e/",
         )
     )  # fmt: skip
     assert page(own + others) == ["12", "7", "9"]
