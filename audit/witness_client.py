@@ -7,14 +7,12 @@ witness can make the caller hold or wait for is bounded. Source: https://c2sp.or
 from __future__ import annotations
 
 import http.client
-import socket
 import ssl
-import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+from audit.http_connection import HttpConnection
 from audit.note import NOTE_BYTES_MAX, Signature, VerifierKey, parse_signatures
 from audit.witness_protocol import ADD_CHECKPOINT, SIZE_TYPE, AddCheckpoint, decode_size, encode_request
 from felix.errors import Code, RequestError, TamperError, UnavailableError
@@ -82,18 +80,14 @@ class WitnessClient:
                     f"The certificates {target.ca} cannot be read: {error.strerror or error}.",
                     code=Code.CONFIG_INVALID,
                 ) from error
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: HttpConnection | None = None
         self._cancelled = False
 
     def add_checkpoint(self, request: AddCheckpoint, timeout_s: float = REQUEST_S) -> Cosigned | Behind:
         """Ask once. Raises UnavailableError where the witness does not answer, RequestError where it refuses,
         TamperError where its answer makes no sense."""
         body = encode_request(request)
-        connection = self._connection = self._connect(timeout_s)
-        # A timeout of the socket is for each read; this one is for the call, however slowly bytes trickle in.
-        timer = threading.Timer(timeout_s, _shut, (connection,))
-        timer.daemon = True
-        timer.start()
+        connection = self._connection = HttpConnection(self._parts, self._tls)
         try:
             if self._cancelled:
                 raise UnavailableError("The caller stopped.")
@@ -102,16 +96,17 @@ class WitnessClient:
                 "User-Agent": "felix",
                 "Connection": "close",
             }
-            connection.request("POST", f"{self._parts.path}/{ADD_CHECKPOINT}", body, headers)
-            answer = connection.getresponse()
-            data = answer.read(NOTE_BYTES_MAX + 1)
-            content_type = answer.headers.get_content_type()
+            with connection.within(timeout_s):
+                answer = connection.ask(
+                    "POST", f"{self._parts.path}/{ADD_CHECKPOINT}", headers, body, timeout_s
+                )
+                data = answer.read(NOTE_BYTES_MAX + 1)
+                content_type = answer.headers.get_content_type()
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise UnavailableError(
                 f"{self._parts.netloc} does not answer: {error or type(error).__name__}."
             ) from error
         finally:
-            timer.cancel()
             connection.close()
             self._connection = None
         return _read(answer.status, content_type, data, self._parts.netloc)
@@ -121,20 +116,7 @@ class WitnessClient:
         self._cancelled = True
         connection = self._connection
         if connection is not None:
-            _shut(connection)
-
-    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
-        if self._tls is not None:
-            return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
-        return http.client.HTTPConnection(host, port, timeout=timeout_s)
-
-
-def _shut(connection: http.client.HTTPConnection) -> None:
-    sock = connection.sock
-    if sock is not None:
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+            connection.shut()
 
 
 def _read(status: int, content_type: str, data: bytes, host: str) -> Cosigned | Behind:

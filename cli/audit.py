@@ -507,7 +507,10 @@ def _print_report(path: Path, report: Report) -> None:
 
 @app.command("copy")
 def copy_(
-    log: Annotated[str, typer.Argument(help="An audit log: its folder, or a URL that fsspec opens.")],
+    log: Annotated[
+        str,
+        typer.Argument(help="An audit log: its folder, or a URL: of a web server, or one that fsspec opens."),
+    ],
     to: Annotated[
         Path, typer.Argument(help="The copy's folder: empty, or an earlier copy, which is gone on with.")
     ],
@@ -556,7 +559,9 @@ def copy_(
 def restore_(
     copy: Annotated[
         str,
-        typer.Argument(help="A copy that `felix audit copy` made: its folder, or a URL that fsspec opens."),
+        typer.Argument(
+            help="A copy that `felix audit copy` made: its folder, or a URL: of a web server, or one that fsspec opens."
+        ),
     ],
     to: Annotated[Path, typer.Argument(help="The log's own folder, lost, damaged or older.")],
     bundle: Bundles = None,

@@ -1,4 +1,4 @@
-"""Where a log's files are read from: a folder, or any URL that fsspec opens.
+"""Where a log's files are read from: a folder, a web server, or any URL that fsspec opens.
 
 `open_files` gives the `audit.tile.Files` of a path. Executors call it as well as the driver, so a path must mean
 the same log on every machine that takes part; that is the operator's business (docs/reports.md).
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from audit.file_size import file_bytes_max, too_long
+from audit.spark.http_files import HttpFiles, is_http
 from audit.tile import CHECKPOINT_PATH, Files
 from audit.tile_disk import Folder
 from felix.errors import Code, RequestError
@@ -80,6 +81,8 @@ def open_files(path: str) -> Files:
     """The files of the log at `path`. Raises RequestError where a URL cannot be opened; reads nothing yet."""
     if "://" not in path:
         return Folder(Path(path))
+    if is_http(path):
+        return HttpFiles(path)
     remote = RemoteFiles(path)
     # A URL of a folder here: what is no file in it is known, and is not waited for.
     return remote if remote.folder is None else Folder(remote.folder)

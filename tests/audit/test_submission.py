@@ -245,8 +245,8 @@ def test_a_witness_that_is_away_costs_the_log_nothing_and_its_lag_is_shown(tmp_p
 
 
 @contextmanager
-def answering(answer: bytes, *, trickle: bool = False) -> Iterator[int]:
-    """A witness that says what it likes."""
+def answering(answer: bytes, *, trickle: bool = False, at_once: int = 0) -> Iterator[int]:
+    """A witness that says what it likes, as slowly as it likes behind the first `at_once` bytes."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.1)
@@ -261,7 +261,8 @@ def answering(answer: bytes, *, trickle: bool = False) -> Iterator[int]:
                     sock.settimeout(5)
                     try:
                         sock.recv(1 << 20)
-                        for at in range(len(answer)):
+                        sock.sendall(answer[:at_once])
+                        for at in range(at_once, len(answer)):
                             if not trickle:
                                 sock.sendall(answer)
                                 break
@@ -329,9 +330,25 @@ def test_an_answer_that_trickles_ends_with_the_call(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 60, "a byte each 100 ms would take a quarter of an hour"
 
 
-def test_stopping_ends_a_call_that_is_under_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "head", [b"Connection: close\r\nContent-Length: 10000", b"Connection: close", b"X: y"]
+)
+def test_a_body_that_trickles_ends_with_the_call(head: bytes) -> None:
+    """Once the headers are read, the socket of a connection that is to be closed is not the connection's any more."""
+    answer = b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n"
+    with answering(answer + b"x" * 300, trickle=True, at_once=len(answer)) as port:
+        client = WitnessClient(WitnessTarget(f"http://127.0.0.1:{port}", ()))
+        begun = time.monotonic()
+        with pytest.raises(UnavailableError):
+            client.add_checkpoint(AddCheckpoint(0, (), b""), 1.0)
+        assert time.monotonic() - begun < 20, "a byte each 100 ms would take half a minute"
+
+
+@pytest.mark.parametrize("at_once", [0, 10_000])
+def test_stopping_ends_a_call_that_is_under_way(tmp_path: Path, at_once: int) -> None:
+    answer = reply(b"200 OK\r\nConnection: close", b"x" * 10_000)
     with (
-        answering(reply(b"200 OK", b"x" * 10_000), trickle=True) as port,
+        answering(answer, trickle=True, at_once=min(at_once, len(answer) - 10_000)) as port,
         closing(Trail.open(tmp_path / "log", log_signer(), settings=BRISK)) as trail,
     ):
         append(trail)
