@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any, Final
 from urllib.parse import urlsplit
 from uuid import NAMESPACE_URL, uuid5
@@ -236,7 +237,8 @@ def post(made: Sequence[Mapping[str, Any]], url: str, timeout_s: float = POST_TI
         except urllib.error.HTTPError as error:
             status = error.code
             error.close()
-        except (urllib.error.URLError, OSError) as error:
+        except (HTTPException, OSError) as error:
+            # An endpoint that speaks something else ends in the former; a URLError is one of the latter, and has its reason.
             reason = getattr(error, "reason", error)
             raise UnavailableError(
                 f"{endpoint} did not take the lineage after {number} of {len(made)} events: {reason}.",

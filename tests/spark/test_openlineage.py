@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 import types
 import typing
 from collections.abc import Iterator
@@ -224,6 +226,22 @@ def test_an_endpoint_that_does_not_take_them_is_an_error_with_how_far_it_went(
         assert len(server.bodies) == 1, "a redirect must not be followed"
     finally:
         server.close()
+
+
+def test_an_endpoint_that_speaks_no_http_is_an_error(made: list[dict[str, Any]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"220 mail.example.org ESMTP\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(UnavailableError, match="did not take the lineage after 0 of"):
+            post(made, f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=30)
+        thread.join()
 
 
 def test_nobody_listening_is_an_error(made: list[dict[str, Any]], endpoint: Endpoint) -> None:
