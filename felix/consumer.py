@@ -339,6 +339,7 @@ class Consumer:
         except FelixError as error:
             self._ended = self._ended or error
             self._exchange.close()
+            self._wake()
             raise
         except BaseException:
             self._end()

@@ -85,8 +85,6 @@ WAIT_S_MAX: Final = 20.0
 """A lease that waits longer asks again: well below the time that a request may take."""
 HEARTBEAT: Final = 3
 """Leases are extended three times per visibility."""
-ROOM_AGAIN_S: Final = 0.005
-"""How long a put waits for room in a buffer that other calls have filled."""
 JOB_OVERHEAD_BYTES: Final = 64
 """Bytes that the broker counts for a job in addition to payload, key and headers."""
 
@@ -269,6 +267,11 @@ class _Settler:
         if self._tasks:
             # Not gathered: where whoever waits is cancelled, what was said is said all the same, and its callers hear of it.
             await asyncio.wait(tuple(self._tasks))
+
+    async def drain(self) -> None:
+        """As `flush`, also for what is said meanwhile."""
+        while self._gathered or self._tasks:
+            await self.flush()
 
     def tell(self, tell: Callable[[Any], None]) -> None:
         """As `send`, without waiting for an answer: whoever does is told that none will come."""
@@ -459,7 +462,7 @@ class QueueConsumer:
                 with suppress(FelixError):
                     await self._exchange.call(Grant(0, 0), again=False)
             self._release_ready()
-            await self._settler.flush()
+            await self._settler.drain()
         finally:
             # Where whoever closes is cancelled, they are said to be given back all the same.
             self._release_ready()
@@ -656,7 +659,7 @@ class Publishing(Protocol):
         self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]: ...
 
-    async def publish_nowait(
+    async def _join(
         self, payload: Payload, *, key: RecordKey | None = None, headers: Headers | None = None
     ) -> asyncio.Future[int]: ...
 
@@ -748,19 +751,10 @@ class Queue:
         if asked is None:
             return await stream.publish_many(payloads, keys)
         each = keys if keys is not None else [None] * len(payloads)
-        waiting: list[asyncio.Future[int]] = []
-        settled = 0
-        for payload, key in zip(payloads, each, strict=True):
-            while True:
-                try:
-                    waiting.append(await stream.publish_nowait(payload, key=key, headers=asked))
-                    break
-                except UnavailableError as error:
-                    if error.code is not Code.LIMIT_MEMORY:
-                        raise
-                    # The buffer is full; another publishing call may have filled it.
-                    await (waiting[settled] if settled < len(waiting) else asyncio.sleep(ROOM_AGAIN_S))
-                    settled += settled < len(waiting)
+        waiting = [
+            await stream._join(payload, key=key, headers=asked)
+            for payload, key in zip(payloads, each, strict=True)
+        ]
         return list(await asyncio.gather(*waiting))
 
     # -- working ---------------------------------------------------------------------------------------

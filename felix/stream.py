@@ -111,6 +111,14 @@ class Stream:
         publisher = await self._client._publisher(self.name)
         return publisher.publish_nowait(payload, key, headers, message_id=message_id)
 
+    async def _join(
+        self, payload: Payload, *, key: RecordKey | None = None, headers: Headers | None = None
+    ) -> asyncio.Future[int]:
+        """As `publish_nowait`, but waits for room. For felix.queue."""
+        publisher = await self._client._publisher(self.name)
+        await publisher._ready_for_more()
+        return publisher.publish_nowait(payload, key, headers)
+
     async def publish_many(
         self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]:
