@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from math import inf, isfinite
+from math import inf
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -70,6 +70,7 @@ from felix.settings import (
     Retries,
     RetriesChange,
     Views,
+    milliseconds,
 )
 
 PREFETCH_DEFAULT: Final = 64
@@ -283,11 +284,15 @@ class _Settler:
         gathered, self._gathered, self._count = self._gathered, {}, 0
         for settlement, some in gathered.items():
             runs = held_runs(job._body for job, _ in some)
-            for at in range(0, len(runs), RUNS_MAX):
-                tell(_message(settlement, runs[at : at + RUNS_MAX]))
+            told: FelixError = unanswered
+            try:
+                for at in range(0, len(runs), RUNS_MAX):
+                    tell(_message(settlement, runs[at : at + RUNS_MAX]))
+            except RequestError as error:
+                told = error
             for _, future in some:
                 if not future.done():
-                    future.set_exception(unanswered)
+                    future.set_exception(told)
                     future.exception()
 
     async def _say(self, settlement: _Settlement, some: list[tuple[Job, asyncio.Future[None]]]) -> None:
@@ -783,7 +788,7 @@ class Queue:
                 code=Code.CONFIG_INVALID,
             )
         visibility_ms = _ms(visibility)
-        if visibility is not None and not VISIBILITY_MS_MIN <= visibility_ms <= VISIBILITY_MS_MAX:
+        if visibility_ms and not VISIBILITY_MS_MIN <= visibility_ms <= VISIBILITY_MS_MAX:
             raise RequestError(
                 f"A visibility of {visibility} s; {VISIBILITY_MS_MIN / 1000:g} to {VISIBILITY_MS_MAX // 1000} s are allowed.",
                 code=Code.CONFIG_INVALID,
@@ -852,7 +857,7 @@ class Queue:
     ) -> list[tuple[int, int]]:
         """`ack`, `nack`, `release` or `extend` jobs by shard, offset and token, as another process leased them. Returns shard and
         offset of those whose leases are lost. `delay`, in seconds: of a nack; of an extension, for how long."""
-        number = _ms(delay) if verb == "extend" else -1 if delay is None else round(delay * 1000)
+        number = _ms(delay) if verb == "extend" else -1 if delay is None else _ms(delay)
         settled: Settled = await self._call(_message((verb, number, reason), list(jobs)))
         return settled.lost
 
@@ -919,11 +924,7 @@ class Queue:
 
 
 def _ms(seconds: float | None) -> int:
-    if seconds is None:
-        return 0
-    if not isfinite(seconds):
-        raise RequestError(f"A time of {seconds} s; it is a number of seconds.")
-    return round(seconds * 1000)
+    return 0 if seconds is None else milliseconds(seconds)
 
 
 def _change_ms(seconds: float | None) -> int | None:
@@ -964,5 +965,5 @@ def queue_views(
     ordered_by_key: bool = False,
 ) -> Views:
     """The settings that make a stream a queue; see `RegionClient.create_queue`."""
-    retries = Retries(attempts, round(retry * 1000), round(retry_max * 1000), dead_letter)
-    return Views(queue=QueueSettings(round(visibility * 1000), retries, ordered_by_key))
+    retries = Retries(attempts, milliseconds(retry), milliseconds(retry_max), dead_letter)
+    return Views(queue=QueueSettings(milliseconds(visibility), retries, ordered_by_key))

@@ -43,6 +43,7 @@ from felix.settings import (
     SubscriptionChange,
     SubscriptionSettings,
     Views,
+    milliseconds,
 )
 from felix.subscription import (
     CREDIT_BYTES_DEFAULT,
@@ -274,10 +275,10 @@ class Stream:
         FORBIDDEN for an identity that neither created it nor has the right `admin`.
         """
         change = SubscriptionChange(
-            None if ack_timeout is None else round(ack_timeout * 1000),
+            None if ack_timeout is None else milliseconds(ack_timeout),
             retries,
             unacked_max,
-            None if inactive_ttl is None else round(inactive_ttl * 1000),
+            None if inactive_ttl is None else milliseconds(inactive_ttl),
         )
         return await self._client.connection.request(AlterSubscription(str(self.name), name, change))
 

@@ -241,6 +241,8 @@ class Feed:
         # Where the consumer stands, per shard; with the incarnation that these offsets count in.
         self.positions: dict[int, int] = dict(start.offsets)
         self.incarnation = incarnation
+        self.read_incarnation = incarnation
+        """That `positions` count in: the former one until the consumer was told that the stream is another one."""
         self.epochs = {shard: list(met) for shard, met in epochs.items()}
         """Per shard, of the batches that the consumer had right before its position: by them the broker sees whether its log is the one that was read."""
         self.closed = False
@@ -315,6 +317,15 @@ class Feed:
         self.give_up(
             UnavailableError(f"The subscription of {self.stream} was closed here.", code=Code.DISCONNECTED)
         )
+
+    def told_of_incarnation(self) -> None:
+        """The consumer goes on in the present incarnation, unless a gap that says so waits to be taken; those found here come before all batches."""
+        for item in self._queue:
+            if item.gap is None:
+                break
+            if item.gap.reason is GapReason.RECREATED:
+                return
+        self.read_incarnation = self.incarnation
 
     def give_up(self, error: FelixError) -> None:
         """As `close`; but whoever still asks is told why it is over."""
@@ -519,6 +530,7 @@ class Feed:
         untold, self._untold = self._untold, []
         self._queue.extend(_Item(0, None, gap, self._generation) for gap in untold)
         self.incarnation = answer.incarnation
+        self.told_of_incarnation()
         self._window = CreditWindow(self._credit_bytes)
         self._window_generation = self._generation
         self._subscription = answer.subscription
@@ -644,8 +656,11 @@ class Subscription:
         """Per shard, the offset after the last record or batch given out: where a resume goes on. `offsets=` takes it."""
         if self._records is None:
             return dict(self._feed.positions)
-        # Of the batch in hand, the records from there on are still to be given out.
-        return {**self._feed.positions, self._records_shard: self._records_next}
+        # Of the batch in hand, the records from there on are still to be given out; but what the log has lost since is read again.
+        positions = dict(self._feed.positions)
+        stands = positions.get(self._records_shard, self._records_next)
+        positions[self._records_shard] = min(self._records_next, stands)
+        return positions
 
     @property
     def epochs(self) -> dict[int, list[tuple[int, int]]]:
@@ -655,8 +670,9 @@ class Subscription:
 
     @property
     def incarnation(self) -> bytes:
-        """The 16 bytes that tell this stream from another of the same name; empty before it is open."""
-        return self._feed.incarnation
+        """The 16 bytes that tell this stream from another of the same name; empty before it is open. The stream that `positions` are of: another one
+        counts once its gap is told."""
+        return self._feed.read_incarnation
 
     @property
     def held_bytes(self) -> int:
@@ -752,6 +768,7 @@ class Subscription:
         positions = self._feed.positions
         if gap.goes_back:
             positions[gap.shard] = gap.next_offset
+            self._feed.told_of_incarnation()
         else:
             stands = positions.get(gap.shard, gap.first_offset)
             if gap.next_offset <= stands:
