@@ -577,8 +577,9 @@ class Subscription:
         self._started = False
         self._in_hand: _Item | None = None
         self._records: Iterator[Record] | None = None
-        self._records_shard = self._records_next = 0
-        """Of `_records`: their shard, and the offset of the next one that is given out."""
+        self._records_shard = self._records_first = 0
+        self._given: Record | None = None
+        """Of `_records`: their shard, the first one's offset, and the last one that was given out."""
         self._feed = Feed(
             connection,
             stream,
@@ -658,8 +659,8 @@ class Subscription:
             return dict(self._feed.positions)
         # Of the batch in hand, the records from there on are still to be given out; but what the log has lost since is read again.
         positions = dict(self._feed.positions)
-        stands = positions.get(self._records_shard, self._records_next)
-        positions[self._records_shard] = min(self._records_next, stands)
+        following = self._records_first if self._given is None else self._given.offset + 1
+        positions[self._records_shard] = min(following, positions.get(self._records_shard, following))
         return positions
 
     @property
@@ -691,23 +692,28 @@ class Subscription:
 
     async def __anext__(self) -> Record:
         """The next record; payload and key are bytes of its own."""
-        while (record := self._next_in_hand()) is None:
+        while True:
+            if self._records is not None:
+                # As `_next_in_hand`, of which the call is a fifth of what a record costs.
+                for record in self._records:
+                    self._given = own = own_record(record)
+                    return own
+                self._records = None
             self._hold(await self._next_or_stop())
-        return record
 
     def _next_in_hand(self) -> Record | None:
         """The next record of the batch that is given out record by record; None where it has no more. For `felix.sync`."""
         if self._records is not None:
             for record in self._records:
-                self._records_next = record.offset + 1
-                return own_record(record)
+                self._given = own = own_record(record)
+                return own
             self._records = None
         return None
 
     def _hold(self, batch: ReceivedBatch) -> None:
         """Give this batch out record by record. For `felix.sync`."""
         self._records = batch.records()
-        self._records_shard, self._records_next = batch.shard, batch.first_offset
+        self._records_shard, self._records_first, self._given = batch.shard, batch.first_offset, None
 
     async def _next_or_stop(self) -> ReceivedBatch:
         try:
