@@ -15,7 +15,7 @@ from region_fixtures import node, operator
 import felix
 from felix import Code, RequestError, UnavailableError
 from felix.batch import Batch
-from felix.messages import OpenPublisher, Request
+from felix.messages import OpenPublisher, PublisherOpened, Request
 from felix.queue_messages import Lease
 from region.session.client_session import STREAMS_MAX
 
@@ -64,6 +64,30 @@ async def test_what_is_given_to_a_publisher_that_was_closed_as_it_opened_is_not_
             for each in giving:
                 with pytest.raises(UnavailableError, match="closed before"):
                     await each
+
+
+async def test_an_answer_that_comes_as_its_request_is_cancelled_makes_room_for_one_more_alone(
+    broker_of_silence: ScriptedBroker,
+) -> None:
+    async with connected(broker_of_silence) as region:
+        link = region.connection.link
+        assert link is not None and link._asks is not None
+        room = link._asks._value
+        for come in (
+            lambda number: link._waiting.answered(number, PublisherOpened(1, b"x" * 16, 7)),
+            lambda number: link._waiting.refused(number, RequestError("No.")),
+            lambda number: None,
+        ):
+            stream_id = link.connection.open_stream(bidirectional=False)
+            asking = asyncio.ensure_future(link.ask(OpenPublisher(ORDERS), stream_id=stream_id))
+            await asyncio.sleep(0)
+            (number,) = link._waiting._pending
+            asking.cancel()
+            come(number)
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert link._asks._value == room
+            link._waiting.forget(number)
 
 
 async def test_leaving_does_not_wait_for_a_publisher_that_nobody_waits_for(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from felix.settings import QueueSettings
+from felix.settings import VISIBILITY_MS_MAX, QueueSettings
 from region.queue.state import Delay, Phase, QueueState
 
 NOW_MS = 1_800_000_000_000
