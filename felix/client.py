@@ -742,7 +742,7 @@ class RegionClient:
     async def _publisher(self, name: StreamName) -> Publisher:
         while True:
             publisher = self._publishers.get(name)
-            if publisher is not None and publisher.lost_its_stream and not publisher.held_bytes:
+            if publisher is not None and publisher._lost_its_stream and not publisher.held_bytes:
                 # Who publishes after he was told so means the stream that is there now.
                 del self._publishers[name]
                 publisher.abort()

@@ -180,6 +180,8 @@ class Publisher:
         self._started = False
         self._waiting_to_open = 0
         self._lost_its_stream = False
+        """The broker takes nothing more on the publish stream that it had, and it has no other yet. What is given to it now is refused where the stream of that
+        name turns out to be another one."""
         self._closed = False
         self._room: deque[asyncio.Future[None]] = deque()
         self._flushing: list[tuple[int, asyncio.Future[None]]] = []
@@ -279,12 +281,6 @@ class Publisher:
     def is_over(self) -> bool:
         """True once it takes no more records: closed, or refused for good."""
         return self._core.failed is not None
-
-    @property
-    def lost_its_stream(self) -> bool:
-        """True while the broker takes nothing more on the publish stream that it had, and it has no other yet. What is given to it now is refused
-        where the stream of that name turns out to be another one."""
-        return self._lost_its_stream
 
     @property
     def held_bytes(self) -> int:

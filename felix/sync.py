@@ -803,12 +803,6 @@ class SyncPublisher(GatheringPublisher):
         return self._inner.is_over
 
     @property
-    def lost_its_stream(self) -> bool:
-        """True while the broker takes nothing more on the publish stream that it had, and it has no other yet. What is given to it now is refused
-        where the stream of that name turns out to be another one."""
-        return self._inner.lost_its_stream
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of records accepted and not yet acknowledged; `buffer_bytes` bounds them."""
         return self._inner.held_bytes
@@ -832,7 +826,8 @@ class SyncSubscription(RecordIterator):
 
     @property
     def incarnation(self) -> bytes:
-        """The 16 bytes that tell this stream from another of the same name; empty before it is open."""
+        """The 16 bytes that tell this stream from another of the same name; empty before it is open. The stream that `positions` are of: another one
+        counts once its gap is told."""
         return self._inner.incarnation
 
     @property
