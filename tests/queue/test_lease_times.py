@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from felix.settings import VISIBILITY_MS_MAX, QueueSettings
-from region.queue.state import Delay, Phase, QueueState
+from felix.settings import QueueSettings
+from region.queue.state import VISIBILITY_MS_MAX, Delay, Phase, QueueState
 
 NOW_MS = 1_800_000_000_000
 DAY_MS = 24 * 3_600_000
