@@ -244,12 +244,15 @@ def encode_headers(headers: Headers) -> bytes:
     if len(headers) > HEADERS_MAX:
         raise RequestError(f"{len(headers)} headers on one record; {HEADERS_MAX} are allowed.")
     parts = [struct.pack(">H", len(headers))]
-    for name, value in headers.items():
-        raw = name.encode()
-        if not 0 < len(raw) <= 255:
-            raise RequestError(f"A header name has 1 to 255 bytes, {name[:40]!r} has {len(raw)}.")
-        parts += (struct.pack(">H", len(raw)), raw, struct.pack(">I", len(value)), value)
-    return b"".join(parts)
+    try:
+        for name, value in headers.items():
+            raw = name.encode()
+            if not 0 < len(raw) <= 255:
+                raise RequestError(f"A header name has 1 to 255 bytes, {name[:40]!r} has {len(raw)}.")
+            parts += (struct.pack(">H", len(raw)), raw, struct.pack(">I", len(value)), value)
+        return b"".join(parts)
+    except (UnicodeEncodeError, AttributeError, TypeError) as error:
+        raise RequestError(f"A header's name is text and its value bytes: {error}.") from error
 
 
 def decode_headers(data: Buffer) -> dict[str, bytes]:

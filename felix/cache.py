@@ -147,6 +147,7 @@ class Cache:
         self._opening = asyncio.Lock()
         self._shards = 0
         self._operations = count()
+        self._why_not_open = ""
         self._operation_prefix = connection.runtime.random.randbytes(8)
 
     def __repr__(self) -> str:
@@ -374,8 +375,9 @@ class Cache:
             async with asyncio.timeout(limit_s):
                 return await self._opened(number)
         except TimeoutError:
+            why = self._why_not_open or self._connection.why_unreached
             raise UnavailableError(
-                f"The cache {self.name} could not be opened within {limit_s:g} s. {self._connection.why_unreached}".rstrip(),
+                f"The cache {self.name} could not be opened within {limit_s:g} s. {why}".rstrip(),
                 code=Code.TIMEOUT,
                 hint="Is the region up? `felix region status` tells.",
             ) from None
@@ -391,8 +393,10 @@ class Cache:
             try:
                 opened = await exchange.open()
             except BaseException:
+                self._why_not_open = exchange.why_not_open
                 exchange.close()
                 raise
+            self._why_not_open = ""
             if not isinstance(opened, CacheOpened):
                 exchange.close()
                 raise ProtocolError(f"The broker answered OpenCache with a {type(opened).__name__}.")

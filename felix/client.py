@@ -740,6 +740,11 @@ class RegionClient:
     async def _publisher(self, name: StreamName) -> Publisher:
         while True:
             publisher = self._publishers.get(name)
+            if publisher is not None and publisher._lost_its_stream and not publisher.held_bytes:
+                # Who publishes after he was told so means the stream that is there now.
+                del self._publishers[name]
+                publisher.abort()
+                publisher = None
             if publisher is None or publisher.is_over:
                 if len(self._publishers) >= STREAM_PUBLISHERS_MAX:
                     self._close_idle_publisher()

@@ -57,7 +57,7 @@ from felix.messages import NAME_CHARS_MAX, Answer, ConsumerOpened, OpenConsumer
 from felix.names import StreamName, parse_subscription
 from felix.ranges import RangeSet, pairs
 from felix.session import CreditWindow
-from felix.settings import Retries, SubscriptionSettings
+from felix.settings import Retries, SubscriptionSettings, milliseconds
 from felix.subscription import (
     CREDIT_BYTES_DEFAULT,
     CREDIT_BYTES_MAX,
@@ -339,6 +339,7 @@ class Consumer:
         except FelixError as error:
             self._ended = self._ended or error
             self._exchange.close()
+            self._wake()
             raise
         except BaseException:
             self._end()
@@ -561,6 +562,7 @@ class Consumer:
         share = self._share(record.shard, record.generation)
         if share is None:
             return self._lost_ack(1)
+        delay_ms = -1 if delay is None else max(0, milliseconds(delay))
         ranges = _ranges_of(record)
         for each in ranges:
             share.handed.remove(*each)
@@ -569,7 +571,7 @@ class Consumer:
             record.shard,
             record.generation,
             [edge for each in ranges for edge in each],
-            -1 if delay is None else max(0, round(delay * 1000)),
+            delay_ms,
             # What an error says may be no text: names of files need not be.
             reason[:4096].encode(errors="backslashreplace").decode()[:4096],
         )
@@ -800,10 +802,10 @@ def subscription_settings(
     """Settings of a durable subscription from those that are given, durations in seconds; None where none is."""
     given: dict[str, Any] = {
         "start": start,
-        "ack_timeout_ms": None if ack_timeout is None else round(ack_timeout * 1000),
+        "ack_timeout_ms": None if ack_timeout is None else milliseconds(ack_timeout),
         "retries": retries,
         "unacked_max": unacked_max,
-        "inactive_ttl_ms": None if inactive_ttl is None else round(inactive_ttl * 1000),
+        "inactive_ttl_ms": None if inactive_ttl is None else milliseconds(inactive_ttl),
         "exclusive": exclusive,
     }
     given = {name: value for name, value in given.items() if value is not None}

@@ -62,9 +62,9 @@ class Correlations:
         """The id that has waited longest, of those that are `wanted`; 0: there is none."""
         return next((number for number, pending in self._pending.items() if wanted(pending)), 0)
 
-    def forget(self, correlation: int) -> None:
-        """Nobody waits under this one any more."""
-        self._pending.pop(correlation, None)
+    def forget(self, correlation: int) -> bool:
+        """Nobody waits under this one any more; whether it was still to be called."""
+        return self._pending.pop(correlation, None) is not None
 
     def watch(self, refused: Callable[[FelixError], None]) -> int:
         """An id under which any number of refusals may come, until `unwatch`."""

@@ -31,8 +31,6 @@ CALLS_MAX: Final = 256
 CORRELATION_MAX: Final = (1 << 32) - 1
 _OPENING: Final = 1
 """The correlation of the request that opens an exchange."""
-_LATE: Final = "felix: unanswered"
-"""What a call is cancelled with that was not answered in time."""
 MOVES_AT_ONCE: Final = 2
 """Brokers that send an exchange on before it pauses: two that name each other have not heard of the same election."""
 
@@ -82,7 +80,7 @@ class Exchange:
         self._room = asyncio.Semaphore(calls_max)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._undo: dict[int, Callable[[Any], object]] = {}
-        """Of calls whose reply is undone where their caller was cancelled before it came."""
+        """Of calls that are not answered: what is done with the reply where nobody waits for it any more."""
         self._last_correlation = 0
         self._standing_link: Link | None = None
         """The link that stands, whether the exchange is open on it or not."""
@@ -95,6 +93,8 @@ class Exchange:
         self._is_open = False
         self._answer: Answer | None = None
         self._dead: FelixError | None = None
+        self._refusal: UnavailableError | None = None
+        """why it was not opened when it was tried last"""
         self._reopen: asyncio.TimerHandle | None = None
         self._backoff = Backoff(connection.policy, connection.runtime.random)
 
@@ -121,6 +121,17 @@ class Exchange:
     def is_open(self) -> bool:
         """True while calls go out at once."""
         return self._is_open
+
+    @property
+    def why_not_open(self) -> str:
+        """As a sentence; empty where it is not known."""
+        # Where it was tried all the time, what the broker said last says more than that it took long.
+        return self._connection.why_unreached if self._refusal is None else self._refusal.sentence
+
+    @property
+    def _what_to_do(self) -> str:
+        told = "" if self._is_open or self._refusal is None else self._refusal.hint
+        return told or "Is the region up? `felix region status` tells."
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -173,22 +184,23 @@ class Exchange:
         timer: asyncio.TimerHandle | None = None
         try:
             number, future = self._post(message, loop)
-            timer = loop.call_later(limit_s, future.cancel, _LATE)
+            timer = loop.call_later(limit_s, self._time_out, future, message, limit_s)
             return await self._reply(number, future, undo)
-        except asyncio.CancelledError as error:
-            if error.args != (_LATE,):
-                raise
-            raise self._unanswered(message, limit_s) from None
         finally:
             if timer is not None:
                 timer.cancel()
             self._room.release()
 
+    def _time_out(self, future: asyncio.Future[Any], message: Message, limit_s: float) -> None:
+        if not future.done():
+            future.set_exception(self._unanswered(message, limit_s))
+
     def _unanswered(self, message: Message, limit_s: float) -> UnavailableError:
+        why = "" if self._is_open else self.why_not_open
         return UnavailableError(
-            f"{type(message).__name__} was not answered by region {self._connection.profile.region} within {limit_s:g} s.",
+            f"{type(message).__name__} was not answered by region {self._connection.profile.region} within {limit_s:g} s. {why}".rstrip(),
             code=Code.TIMEOUT,
-            hint="Is the region up? `felix region status` tells.",
+            hint=self._what_to_do,
         )
 
     async def _ask(self, message: Message, undo: Callable[[Any], object] | None) -> Any:
@@ -208,13 +220,9 @@ class Exchange:
                 undo(future.result())
             raise
         finally:
-            # One that is cancelled and can be undone stays until its reply comes.
-            if not (future.cancelled() and number in self._undo):
-                self._forget(number)
-
-    def _forget(self, number: int) -> None:
-        self._calls.pop(number, None)
-        self._undo.pop(number, None)
+            # One that is given up and can be undone stays until its reply comes.
+            if number not in self._undo:
+                self._calls.pop(number, None)
 
     def _post(self, message: Message, loop: asyncio.AbstractEventLoop) -> tuple[int, asyncio.Future[Any]]:
         """Send a call; its correlation id, and what will have its reply."""
@@ -255,9 +263,9 @@ class Exchange:
         except TimeoutError:
             raise UnavailableError(
                 f"{type(self._request()).__name__} was not answered by region {self._connection.profile.region} within "
-                f"{limit_s:g} s. {self._connection.why_unreached}".rstrip(),
+                f"{limit_s:g} s. {self.why_not_open}".rstrip(),
                 code=Code.TIMEOUT,
-                hint="Is the region up? `felix region status` tells.",
+                hint=self._what_to_do,
             ) from None
 
     async def _wait_open(self) -> None:
@@ -329,10 +337,11 @@ class Exchange:
         match frame.type:
             case FrameType.REPLY if frame.correlation:
                 future = self._calls.get(frame.correlation)
+                undo = self._undo.pop(frame.correlation, None)
                 if future is not None and not future.done():
                     future.set_result(self._decode_reply(frame.body))
-                elif (undo := self._undo.get(frame.correlation)) is not None:
-                    self._forget(frame.correlation)
+                elif undo is not None:
+                    del self._calls[frame.correlation]
                     undo(self._decode_reply(frame.body))
             case FrameType.REPLY:
                 if listener is not None:
@@ -346,6 +355,7 @@ class Exchange:
                 self._answer = decode_answer(frame.body)
                 self._is_open = True
                 self._moves = 0
+                self._refusal = None
                 self._backoff.reset()
                 if listener is not None:
                     listener.opened(self._answer)
@@ -357,10 +367,11 @@ class Exchange:
     def _refused(self, correlation: int, error: FelixError) -> None:
         future = self._calls.get(correlation)
         if future is not None:
+            undo = self._undo.pop(correlation, None)
             if not future.done():
                 future.set_exception(_unknown(error, error.retry_after_ms) if _is_of_lease(error) else error)
-            else:
-                self._forget(correlation)
+            elif undo is not None:
+                del self._calls[correlation]
         elif not correlation or correlation == self._opening:
             # The exchange as a whole: worth another try only where the broker says that it will pass.
             if not isinstance(error, UnavailableError):
@@ -399,6 +410,7 @@ class Exchange:
 
     def _again(self, error: UnavailableError | None) -> None:
         """Open it again on the link that stands, after a while."""
+        self._refusal = error or self._refusal
         if self._dead is not None or self._reopen is not None:
             return
         delay_s = self._backoff.after_ms(error) / 1000

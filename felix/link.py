@@ -432,9 +432,9 @@ class Link:
     def unwatch(self, correlation: int) -> None:
         self._waiting.unwatch(correlation)
 
-    def forget(self, correlation: int) -> None:
-        """The caller no longer waits for this one; later frames for it are ignored."""
-        self._waiting.forget(correlation)
+    def forget(self, correlation: int) -> bool:
+        """The caller no longer waits for this one; later frames for it are ignored. Whether nothing had come for it."""
+        return self._waiting.forget(correlation)
 
     def release_ask(self) -> None:
         """One answer came, so that another request may be asked."""
@@ -478,8 +478,9 @@ class Link:
         except asyncio.CancelledError:
             if stream_id is not None and ask.future.cancelled():
                 # Whoever gives it up resets its stream; a broker that hears of that first answers nothing.
-                self.forget(correlation)
-                self.release_ask()
+                # What came between the cancellation and this has released it.
+                if self.forget(correlation):
+                    self.release_ask()
             else:
                 ask.abandon()
             raise

@@ -22,7 +22,10 @@ MessageId = bytes | str
 
 def with_message_id(headers: Headers | None, message_id: MessageId) -> Headers:
     """The headers with the message id among them. Raises RequestError where it is empty or too long."""
-    raw = message_id.encode() if isinstance(message_id, str) else message_id
+    try:
+        raw = message_id.encode() if isinstance(message_id, str) else message_id
+    except UnicodeEncodeError as error:
+        raise RequestError(f"This message id is no text: {error}.") from error
     if not isinstance(raw, bytes) or not 0 < len(raw) <= MESSAGE_ID_BYTES_MAX:
         raise RequestError(
             f"A message id is text or bytes, 1 to {MESSAGE_ID_BYTES_MAX} bytes long, not {message_id!r:.80}."

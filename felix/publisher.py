@@ -178,6 +178,10 @@ class Publisher:
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._open_refusal: UnavailableError | None = None
         self._started = False
+        self._waiting_to_open = 0
+        self._lost_its_stream = False
+        """The broker takes nothing more on the publish stream that it had, and it has no other yet. What is given to it now is refused where the stream of that
+        name turns out to be another one."""
         self._closed = False
         self._room: deque[asyncio.Future[None]] = deque()
         self._flushing: list[tuple[int, asyncio.Future[None]]] = []
@@ -217,6 +221,7 @@ class Publisher:
         if not self._started:
             self._started = True
             self._region.attach(self, self.stream)
+        self._waiting_to_open += 1
         try:
             async with asyncio.timeout(self._region.request_timeout_s):
                 await asyncio.shield(self._opened)
@@ -230,6 +235,8 @@ class Publisher:
                 code=Code.TIMEOUT,
                 hint="Is the region up?",
             ) from None
+        finally:
+            self._waiting_to_open -= 1
 
     async def close(self) -> None:
         """Flush, then end the publish stream. Raises what `flush` raises, unless that was told before; the publisher is closed in any
@@ -237,14 +244,19 @@ class Publisher:
         if self._closed:
             return
         core = self._core
+        error = core.error if core.failed is not None else None
         try:
-            if core.failed is None:
-                await self.flush()
-                while core.held_bytes:
-                    # Other tasks have gone on sending.
+            # Where it is not open, and nobody waits for that, nothing was given.
+            wanted = core.failed is None and bool(core.accumulators or self._waiting_to_open)
+            while wanted:
+                try:
                     await self.flush()
-            elif core.error is not None:
-                raise self._over(core.error)
+                except FelixError as caught:
+                    error = error or caught
+                # Other tasks may have gone on sending, whatever became of the records before theirs.
+                wanted = core.failed is None and core.held_bytes > 0
+            if error is not None:
+                raise self._over(error)
         finally:
             self.abort()
 
@@ -501,6 +513,9 @@ class Publisher:
             raise error
         if not core.accumulators:
             await self._stands()
+            if core.failed is not None:
+                # It was closed right after it was opened.
+                raise self._over(core.failed)
 
     def _over(self, error: FelixError) -> FelixError:
         """What ended the publisher: whoever is told so is told of all that was given up with it."""
@@ -738,6 +753,7 @@ class Publisher:
             raise RequestError(f"{self.stream} is said to have {opened.shards} shards.", code=Code.PROTOCOL)
         assert link.limits is not None
         self._link, self._stream_id = link, stream_id
+        self._lost_its_stream = False
         self._watch = link.watch(self._stream_refused)
         self._backoff.reset()
         if not self._opened.done():
@@ -757,6 +773,7 @@ class Publisher:
         link = self._link
         if link is None or link.is_over:
             return
+        self._lost_its_stream = True
         self._end_stream()
         self._step(LINK_LOST)
         self.link_up(link)

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from math import inf, isfinite
+from math import inf
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -70,6 +70,7 @@ from felix.settings import (
     Retries,
     RetriesChange,
     Views,
+    milliseconds,
 )
 
 PREFETCH_DEFAULT: Final = 64
@@ -85,8 +86,6 @@ WAIT_S_MAX: Final = 20.0
 """A lease that waits longer asks again: well below the time that a request may take."""
 HEARTBEAT: Final = 3
 """Leases are extended three times per visibility."""
-ROOM_AGAIN_S: Final = 0.005
-"""How long a put waits for room in a buffer that other calls have filled."""
 JOB_OVERHEAD_BYTES: Final = 64
 """Bytes that the broker counts for a job in addition to payload, key and headers."""
 
@@ -270,6 +269,11 @@ class _Settler:
             # Not gathered: where whoever waits is cancelled, what was said is said all the same, and its callers hear of it.
             await asyncio.wait(tuple(self._tasks))
 
+    async def drain(self) -> None:
+        """As `flush`, also for what is said meanwhile."""
+        while self._gathered or self._tasks:
+            await self.flush()
+
     def tell(self, tell: Callable[[Any], None]) -> None:
         """As `send`, without waiting for an answer: whoever does is told that none will come."""
         unanswered = UnavailableError(
@@ -280,11 +284,15 @@ class _Settler:
         gathered, self._gathered, self._count = self._gathered, {}, 0
         for settlement, some in gathered.items():
             runs = held_runs(job._body for job, _ in some)
-            for at in range(0, len(runs), RUNS_MAX):
-                tell(_message(settlement, runs[at : at + RUNS_MAX]))
+            told: FelixError = unanswered
+            try:
+                for at in range(0, len(runs), RUNS_MAX):
+                    tell(_message(settlement, runs[at : at + RUNS_MAX]))
+            except RequestError as error:
+                told = error
             for _, future in some:
                 if not future.done():
-                    future.set_exception(unanswered)
+                    future.set_exception(told)
                     future.exception()
 
     async def _say(self, settlement: _Settlement, some: list[tuple[Job, asyncio.Future[None]]]) -> None:
@@ -459,7 +467,7 @@ class QueueConsumer:
                 with suppress(FelixError):
                     await self._exchange.call(Grant(0, 0), again=False)
             self._release_ready()
-            await self._settler.flush()
+            await self._settler.drain()
         finally:
             # Where whoever closes is cancelled, they are said to be given back all the same.
             self._release_ready()
@@ -656,7 +664,7 @@ class Publishing(Protocol):
         self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
     ) -> list[int]: ...
 
-    async def publish_nowait(
+    async def _join(
         self, payload: Payload, *, key: RecordKey | None = None, headers: Headers | None = None
     ) -> asyncio.Future[int]: ...
 
@@ -748,19 +756,10 @@ class Queue:
         if asked is None:
             return await stream.publish_many(payloads, keys)
         each = keys if keys is not None else [None] * len(payloads)
-        waiting: list[asyncio.Future[int]] = []
-        settled = 0
-        for payload, key in zip(payloads, each, strict=True):
-            while True:
-                try:
-                    waiting.append(await stream.publish_nowait(payload, key=key, headers=asked))
-                    break
-                except UnavailableError as error:
-                    if error.code is not Code.LIMIT_MEMORY:
-                        raise
-                    # The buffer is full; another publishing call may have filled it.
-                    await (waiting[settled] if settled < len(waiting) else asyncio.sleep(ROOM_AGAIN_S))
-                    settled += settled < len(waiting)
+        waiting = [
+            await stream._join(payload, key=key, headers=asked)
+            for payload, key in zip(payloads, each, strict=True)
+        ]
         return list(await asyncio.gather(*waiting))
 
     # -- working ---------------------------------------------------------------------------------------
@@ -789,7 +788,7 @@ class Queue:
                 code=Code.CONFIG_INVALID,
             )
         visibility_ms = _ms(visibility)
-        if visibility is not None and not VISIBILITY_MS_MIN <= visibility_ms <= VISIBILITY_MS_MAX:
+        if visibility_ms and not VISIBILITY_MS_MIN <= visibility_ms <= VISIBILITY_MS_MAX:
             raise RequestError(
                 f"A visibility of {visibility} s; {VISIBILITY_MS_MIN / 1000:g} to {VISIBILITY_MS_MAX // 1000} s are allowed.",
                 code=Code.CONFIG_INVALID,
@@ -858,7 +857,7 @@ class Queue:
     ) -> list[tuple[int, int]]:
         """`ack`, `nack`, `release` or `extend` jobs by shard, offset and token, as another process leased them. Returns shard and
         offset of those whose leases are lost. `delay`, in seconds: of a nack; of an extension, for how long."""
-        number = _ms(delay) if verb == "extend" else -1 if delay is None else round(delay * 1000)
+        number = _ms(delay) if verb == "extend" else -1 if delay is None else _ms(delay)
         settled: Settled = await self._call(_message((verb, number, reason), list(jobs)))
         return settled.lost
 
@@ -925,11 +924,7 @@ class Queue:
 
 
 def _ms(seconds: float | None) -> int:
-    if seconds is None:
-        return 0
-    if not isfinite(seconds):
-        raise RequestError(f"A time of {seconds} s; it is a number of seconds.")
-    return round(seconds * 1000)
+    return 0 if seconds is None else milliseconds(seconds)
 
 
 def _change_ms(seconds: float | None) -> int | None:
@@ -970,5 +965,5 @@ def queue_views(
     ordered_by_key: bool = False,
 ) -> Views:
     """The settings that make a stream a queue; see `RegionClient.create_queue`."""
-    retries = Retries(attempts, round(retry * 1000), round(retry_max * 1000), dead_letter)
-    return Views(queue=QueueSettings(round(visibility * 1000), retries, ordered_by_key))
+    retries = Retries(attempts, milliseconds(retry), milliseconds(retry_max), dead_letter)
+    return Views(queue=QueueSettings(milliseconds(visibility), retries, ordered_by_key))

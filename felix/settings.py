@@ -8,6 +8,7 @@ setting, what it was and what is allowed.
 Invariants: a stream is at most one of queue and cache; a cache is compacted; what is compacted is not offloaded.
 """
 
+from math import isfinite
 from typing import Final, TypeVar
 
 import msgspec
@@ -36,6 +37,13 @@ EXCHANGES_DEFAULT: Final = 2
 TRANSACTION_TIMEOUT_S: Final = 30.0
 """A transaction that is open for longer is aborted by the broker; it names its own limit."""
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
+
+
+def milliseconds(seconds: float) -> int:
+    """Raises RequestError where it is no number of seconds."""
+    if not isfinite(seconds):
+        raise RequestError(f"A time of {seconds} s; it is a number of seconds.")
+    return round(seconds * 1000)
 
 
 class Durability(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -45,6 +45,7 @@ from felix.settings import (
     SubscriptionChange,
     SubscriptionSettings,
     Views,
+    milliseconds,
 )
 from felix.subscription import (
     CREDIT_BYTES_DEFAULT,
@@ -115,6 +116,14 @@ class Stream:
         """As `publish`, but returns once the record has joined its batch; the future gives the offset."""
         publisher = await self._client._publisher(self.name)
         return publisher.publish_nowait(payload, key, headers, message_id=message_id)
+
+    async def _join(
+        self, payload: Payload, *, key: RecordKey | None = None, headers: Headers | None = None
+    ) -> asyncio.Future[int]:
+        """As `publish_nowait`, but waits for room. For felix.queue."""
+        publisher = await self._client._publisher(self.name)
+        await publisher._ready_for_more()
+        return publisher.publish_nowait(payload, key, headers)
 
     async def publish_many(
         self, payloads: Sequence[Payload], keys: Sequence[RecordKey | None] | None = None
@@ -271,10 +280,10 @@ class Stream:
         FORBIDDEN for an identity that neither created it nor has the right `admin`.
         """
         change = SubscriptionChange(
-            None if ack_timeout is None else round(ack_timeout * 1000),
+            None if ack_timeout is None else milliseconds(ack_timeout),
             retries,
             unacked_max,
-            None if inactive_ttl is None else round(inactive_ttl * 1000),
+            None if inactive_ttl is None else milliseconds(inactive_ttl),
         )
         return await self._client.connection.request(AlterSubscription(str(self.name), name, change))
 

@@ -833,7 +833,8 @@ class SyncSubscription(RecordIterator):
 
     @property
     def incarnation(self) -> bytes:
-        """The 16 bytes that tell this stream from another of the same name; empty before it is open."""
+        """The 16 bytes that tell this stream from another of the same name; empty before it is open. The stream that `positions` are of: another one
+        counts once its gap is told."""
         return self._inner.incarnation
 
     @property

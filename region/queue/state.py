@@ -35,7 +35,7 @@ import msgspec
 
 from felix.errors import CorruptionError
 from felix.ranges import RangeSet
-from felix.settings import QueueSettings
+from felix.settings import VISIBILITY_MS_MAX, QueueSettings
 from region.log.epochs import EVERYTHING
 from region.views.wall_clock import SET_MS
 
@@ -43,8 +43,6 @@ READY_MAX: Final = 4_096
 """Read ahead of the workers: enough for many of them with long prefetches, a few ms of work to take up."""
 TRACKED_MAX: Final = 200_000
 """Records of a shard that are known one by one: ready, leased, delayed. With more of them no further are taken up."""
-VISIBILITY_MS_MAX: Final = 12 * 3_600_000
-"""A lease may be asked for so long."""
 RECORD_BYTES: Final = 320
 """About what one of them takes in memory."""
 SETS_MAX: Final = 64

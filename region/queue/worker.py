@@ -43,7 +43,7 @@ from felix.queue_messages import (
     Stored,
     decode_call,
 )
-from felix.settings import VISIBILITY_MS_MIN, QueueSettings, Views
+from felix.settings import VISIBILITY_MS_MAX, VISIBILITY_MS_MIN, QueueSettings, Views
 from policy.access import Verb, not_found_or_forbidden
 from region.exchange import Exchange
 from region.gather import Done, Gather, ignore
@@ -52,7 +52,7 @@ from region.log.shard import Appended
 from region.ports import Exchanging
 from region.queue.service import SHARE_RECORDS_MAX, Queue, QueueService, runs_by_shard
 from region.queue.shard import JOB_ROOM_BYTES, Leased, QueueShard
-from region.queue.state import VISIBILITY_MS_MAX, Phase, Run, Tracked, runs_of, triples
+from region.queue.state import Phase, Run, Tracked, runs_of, triples
 from region.streams.hosted import ELSEWHERE_RETRY_MS
 
 HELD_LOOK_S: Final = 0.5

@@ -265,12 +265,16 @@ class ClientSession:
             refusal = UnavailableError(
                 f"This session has {STREAMS_MAX} streams open, the most that are allowed.",
                 code=Code.LIMIT_MEMORY,
-                hint="Close publishers that are no longer used.",
+                hint="Close publishers, watches, workers and consumers that are no longer used: one that is merely dropped stays open.",
             )
-        if refusal is not None and bidirectional:
-            raise refusal
+
+        def admit(asked: type[Message]) -> None:
+            if refusal is not None:
+                raise refusal
+            self._admit(asked)
+
         role: Role = (
-            PendingHandler(self, stream_id, self.services.exchanges, self._admit, self._become)
+            PendingHandler(self, stream_id, self.services.exchanges, admit, self._become)
             if bidirectional
             else PublishStream(self.broker, self, refusal or self._not_admitted(OpenPublisher))
         )

@@ -398,6 +398,47 @@ async def test_a_stream_made_anew_is_told_and_read_from_its_beginning(
         assert subscription.incarnation != old
 
 
+async def test_positions_are_of_the_former_stream_until_the_new_one_is_told(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    """A program may store them at any moment, and end: its next process is to miss nothing, and to be told."""
+    broker.fill(ORDERS, numbers(0, 6))
+    stream = region.stream(ORDERS)
+    async with stream.subscribe("earliest") as subscription:
+        assert (await anext(subscription)).offset == 0
+        former = subscription.incarnation
+        broker.create(ORDERS)
+        broker.fill(ORDERS, numbers(10, 20))
+        broker.session.drop()
+        await until(lambda: subscription.resumes == 1)
+        kept, incarnation = subscription.positions, subscription.incarnation
+        assert (kept, incarnation) == ({0: 1}, former)
+        assert await read(subscription, 12) == numbers(1, 3) + numbers(10, 20)
+        assert subscription.incarnation == broker.streams[ORDERS].incarnation
+    async with stream.subscribe(offsets=kept, incarnation=incarnation) as following:
+        assert await read(following, 10) == numbers(10, 20)
+        assert [gap.reason for gap in following.gaps] == [GapReason.RECREATED]
+
+
+async def test_positions_within_a_batch_are_never_beyond_what_the_log_has_lost(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    log = broker.streams[ORDERS]
+    broker.fill(ORDERS, numbers(0, 9), per_batch=3)
+    stream = region.stream(ORDERS)
+    async with stream.subscribe("earliest") as subscription:
+        for _ in range(8):
+            await anext(subscription)
+        assert subscription.positions == {0: 8}
+        del log.shards[0].batches[2:]
+        broker.session.drop()
+        await until(lambda: subscription.resumes == 1)
+        broker.fill(ORDERS, numbers(20, 26))
+        kept, incarnation = subscription.positions, subscription.incarnation
+    async with stream.subscribe(offsets=kept, incarnation=incarnation) as following:
+        assert await read(following, 6) == numbers(20, 26)
+
+
 async def test_a_gap_that_was_found_and_not_taken_outlives_the_next_link(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
