@@ -21,6 +21,8 @@ from felix.messages import Redriven
 from felix.names import StreamName
 from region.folder import RegionFolder
 from region.node import Node
+from region.subscriptions.letters import LetterQueues
+from region.views.dead_letter import DeadLetters
 
 pytestmark = pytest.mark.timeout(180)
 ORDERS = "acme/payments/orders"
@@ -421,3 +423,78 @@ async def test_the_synchronous_client_gives_them_back(
             return connected.stream(ORDERS).redrive_subscription("billing")
 
     assert await asyncio.to_thread(redrive) == Redriven(1)
+
+
+async def refused(*_: object) -> None:
+    raise felix.UnavailableError("The queue's disk is full.")
+
+
+async def written_anew(node: Node, name: str) -> None:
+    """The journal of the subscription's first shard is its state."""
+    held = node.subscriptions._held[StreamName.parse(ORDERS)].by_name[name]
+    actor = held._stores[0]._actor
+    assert actor is not None
+    actor.journal._begin_snapshot()
+    async with asyncio.timeout(20):
+        while not actor.journal.snapshots:
+            await asyncio.sleep(0.01)
+
+
+async def test_what_a_seek_settled_on_its_way_back_stays_settled_in_a_journal_that_is_written_anew(
+    folder: RegionFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = str(tmp_path / "data")
+    async with running(folder, data=data) as node, client(folder) as region:
+        await region.create_stream(ORDERS)
+        await subscribed(region, "billing")
+        await publish(region, *(b"%d" % number for number in range(10)))
+        await fail(region, "billing", {b"3", b"7"}, 10)
+        orders = region.stream(ORDERS)
+        monkeypatch.setattr(LetterQueues, "remove", refused)
+        asked = asyncio.ensure_future(orders.redrive_subscription("billing"))
+        async with asyncio.timeout(20):
+            while (await orders.describe_subscription("billing")).shards[0].committed != 3:
+                await asyncio.sleep(0.01)
+        await orders.seek_subscription("billing", "latest")
+        await written_anew(node, "billing")
+        asked.cancel()
+        await asyncio.wait([asked])
+    monkeypatch.undo()
+    async with running(folder, data=data), client(folder) as region:
+        (shard,) = (await region.stream(ORDERS).describe_subscription("billing")).shards
+        assert (shard.committed, shard.lag_records) == (10, 0)
+        async with region.stream(ORDERS).consumer("billing") as consumer:
+            await nothing(consumer)
+
+
+async def test_what_an_owner_was_told_to_leave_out_as_it_was_dying_comes_to_it_once_it_is_given_back(
+    region: felix.RegionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record was on its way to the dead letters as the shard changed hands, and its new owner has not come to it yet."""
+    await region.create_stream(ORDERS)
+    await subscribed(region, "billing", ack_timeout_ms=2_000)
+    records = [b"%d" % number for number in range(10)]
+    for each in records:
+        await publish(region, each)
+    orders = region.stream(ORDERS)
+    monkeypatch.setattr(DeadLetters, "_land", refused)
+    async with orders.consumer("billing") as consumer:
+        taken = await take(consumer, 10)
+        assert await consumer.nack(taken[7])
+    await orders.alter_subscription("billing", unacked_max=2)
+    async with orders.consumer("billing") as consumer:
+        (first,) = await take(consumer, 1)
+        monkeypatch.undo()
+        async with asyncio.timeout(20):
+            while not (await orders.describe_subscription("billing")).dead:
+                await asyncio.sleep(0.01)
+        assert (await orders.redrive_subscription("billing")).redriven == 1
+        got = [bytes(first.payload)]
+        assert await consumer.ack(first)
+        for _ in range(9):
+            (record,) = await take(consumer, 1)
+            got.append(bytes(record.payload))
+            assert record.attempt == 1 and await consumer.ack(record)
+        assert sorted(got) == records
+        await nothing(consumer)
+    assert await left(region) == []
