@@ -17,10 +17,11 @@ import felix.sync
 from felix import Code, Durability, RequestError, Retries
 from felix.batch import NewRecord
 from felix.consumer import Consumer, ConsumerRecord
-from felix.messages import Redriven
+from felix.messages import Redriven, RedriveSubscription
 from felix.names import StreamName
 from region.folder import RegionFolder
 from region.node import Node
+from region.subscriptions import redrive as module
 from region.subscriptions.letters import LetterQueues
 from region.views.dead_letter import DeadLetters
 
@@ -498,3 +499,38 @@ async def test_what_an_owner_was_told_to_leave_out_as_it_was_dying_comes_to_it_o
         assert sorted(got) == records
         await nothing(consumer)
     assert await left(region) == []
+
+
+async def test_others_are_served_while_a_page_looks_up_records_and_a_page_is_bounded_by_what_is_read(
+    region: felix.RegionClient, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each dead letter's record lies in another batch, and all are in memory; a worker has the dead letters, so that none fills the page."""
+    await region.create_stream(ORDERS)
+    await subscribed(region, "billing")
+    batches = 50
+    for number in range(batches):
+        await publish(region, b"good", b"poison %d" % number)
+    poison = {b"poison %d" % number for number in range(batches)}
+    await fail(region, "billing", poison, 2 * batches)
+    held = node.subscriptions._held[StreamName.parse(ORDERS)].by_name["billing"]
+    redrive = node.subscriptions._redrive
+    turns = 0
+
+    async def beside() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    assert len(await region.queue(DEAD).lease(batches)) == batches
+    other = asyncio.ensure_future(beside())
+    await asyncio.sleep(0)
+    turns = 0
+    page = await redrive.page(held, RedriveSubscription(ORDERS, "billing", 100))
+    other.cancel()
+    assert (page.held, page.next) == (batches, "") and turns >= batches
+    monkeypatch.setattr(module, "PAGE_BYTES", 1)
+    page = await redrive.page(held, RedriveSubscription(ORDERS, "billing", 100))
+    assert page.held == 1 and page.next
+    monkeypatch.setattr(module, "PAGE_BYTES", 2_000)
+    assert (await region.stream(ORDERS).redrive_subscription("billing")).held == batches
