@@ -353,8 +353,9 @@ class Progress:
         if through < self.committed:
             return []
         meant = RangeSet([(self.committed, through + 1)])
-        for each in (*self._returning, *self._unseen):
-            meant.remove(*each)
+        for held in (self._returning, self._unseen):
+            for each in held.within(self.committed, through + 1):
+                meant.remove(*each)
         return list(meant)
 
     def check(self, ranges: Iterable[tuple[int, int]]) -> RequestError | None:
