@@ -437,7 +437,9 @@ async def written_anew(node: Node, name: str) -> None:
     assert actor is not None
     actor.journal._begin_snapshot()
     async with asyncio.timeout(20):
-        while not actor.journal.snapshots:
+        while True:
+            if actor.journal.snapshots:
+                return
             await asyncio.sleep(0.01)
 
 
@@ -454,7 +456,9 @@ async def test_what_a_seek_settled_on_its_way_back_stays_settled_in_a_journal_th
         monkeypatch.setattr(LetterQueues, "remove", refused)
         asked = asyncio.ensure_future(orders.redrive_subscription("billing"))
         async with asyncio.timeout(20):
-            while (await orders.describe_subscription("billing")).shards[0].committed != 3:
+            while True:
+                if (await orders.describe_subscription("billing")).shards[0].committed == 3:
+                    break
                 await asyncio.sleep(0.01)
         await orders.seek_subscription("billing", "latest")
         await written_anew(node, "billing")
@@ -487,7 +491,9 @@ async def test_what_an_owner_was_told_to_leave_out_as_it_was_dying_comes_to_it_o
         (first,) = await take(consumer, 1)
         monkeypatch.undo()
         async with asyncio.timeout(20):
-            while not (await orders.describe_subscription("billing")).dead:
+            while True:
+                if (await orders.describe_subscription("billing")).dead:
+                    break
                 await asyncio.sleep(0.01)
         assert (await orders.redrive_subscription("billing")).redriven == 1
         got = [bytes(first.payload)]
