@@ -119,8 +119,8 @@ class Progress:
     """Of those that were given back while somebody had the shard, what nobody has been sent since."""
     _assigned_at: int = 0
     """Where the owner's delivery began."""
-    _settled_ahead: RangeSet = field(default_factory=RangeSet)
-    """Ahead of the owner's cursor, and settled since it has the shard."""
+    _left_out: RangeSet = field(default_factory=RangeSet)
+    """What the owner was told to leave out, as it got the shard."""
 
     # -- what is so ------------------------------------------------------------------------------------
 
@@ -230,8 +230,8 @@ class Progress:
         assert not self.generation and not self._out and not self._unsent and generation
         self.generation = generation
         self.cursor = self._assigned_at = self.committed
-        self._settled_ahead = RangeSet()
-        return self.skipped()
+        self._left_out = self.skipped()
+        return self._left_out.copy()
 
     def release(self, now_ms: int, *, died: bool) -> list[Entry]:
         """The shard is nobody's. `died`: without a word, so that the oldest record that it had been sent had an attempt."""
@@ -353,8 +353,9 @@ class Progress:
         if through < self.committed:
             return []
         meant = RangeSet([(self.committed, through + 1)])
-        for each in (*self._returning, *self._unseen):
-            meant.remove(*each)
+        for held in (self._returning, self._unseen):
+            for each in held.within(self.committed, through + 1):
+                meant.remove(*each)
         return list(meant)
 
     def check(self, ranges: Iterable[tuple[int, int]]) -> RequestError | None:
@@ -492,6 +493,14 @@ class Progress:
             self.settled.remove(offset, offset + 1)
             self._returning.add(offset, offset + 1)
 
+    def settled_again(self, offsets: Iterable[int]) -> list[Entry]:
+        """For a snapshot, behind a `Returning` that is under way: which of these are settled all the same, by an acknowledgement or a seek since it was written."""
+        again = RangeSet()
+        for offset in offsets:
+            if offset < self.committed or offset in self.settled:
+                again.add(offset, offset + 1)
+        return list(self._chunked(again, lambda part: Settled(self.subscription, part)))
+
     def _is_about(self, offset: int) -> bool:
         """Whether the record is with the owner, or is to be delivered again or given up."""
         outs = (out.ranges for out in (*self._out, *self._unsent))
@@ -504,7 +513,7 @@ class Progress:
             if offset in self._returning:
                 self._returning.remove(offset, offset + 1)
                 # What its owner was not told to leave out comes to it as the cursor does.
-                if self.generation and (offset < self.cursor or offset not in self._settled_ahead):
+                if self.generation and (offset < self.cursor or offset in self._left_out):
                     self._back.add(offset, offset + 1)
                     self._unseen.add(offset, offset + 1)
 
@@ -652,8 +661,6 @@ class Progress:
             for offset in [offset for offset in self._dying if first <= offset < following]:
                 del self._dying[offset]
             self.settled.add(first, following)
-            if self.generation:
-                self._settled_ahead.add(max(first, self.cursor), following)
         if self.settled and self.settled.first <= self.committed:
             first, following = next(iter(self.settled))
             self.settled.remove(first, following)

@@ -29,7 +29,8 @@ from region.views.dead_letter import entry_body
 READ_BYTES: Final = 128 << 10
 """Of dead letters at a time."""
 PAGE_BYTES: Final = 8 << 20
-"""Of dead letters, others' among them, looked at for one page: some 100 ms."""
+"""Of dead letters, others' among them, and of the batches that their records lie in, looked at for one page: some 100 ms, and 1 s of small records. Others are
+served in between, after each such batch and each READ_BYTES."""
 SETTLE_WAIT_S: Final = 5.0
 """How long is waited for what is on its way to the dead letters: a full disk must not hold it up for ever."""
 RETURN_WAIT_S: Final = 20.0
@@ -63,6 +64,7 @@ class _Records:
     """Records by their places. The batch that was read last is kept: dead letters mostly lie as their records do."""
 
     def __init__(self) -> None:
+        self.bytes_read = 0
         self._shard = -1
         self._batch: list[Record] = []
 
@@ -76,12 +78,14 @@ class _Records:
         return batch[at] if at < len(batch) and batch[at].offset == offset else None
 
     async def _read(self, shard: ShardLog, offset: int) -> list[Record]:
+        await asyncio.sleep(0)  # what is in memory is read without any wait
         if not shard.log_start_offset <= offset < shard.high_watermark:
             return []
         try:
             entries = await shard.read(offset, 1)
         except OffsetOutOfRangeError:
             return []  # retention was faster
+        self.bytes_read += sum(len(entry.data) for entry in entries)
         return list(decode_records(decode_batch(entry_body(entries[0])))) if entries else []
 
 
@@ -90,14 +94,18 @@ class _Page:
 
     def __init__(self, records: int) -> None:
         self.left = records
-        self.bytes_left = PAGE_BYTES
+        self.bytes_read = 0
         self.redriven = self.gone = self.held = 0
         self.full = False
         self.records = _Records()
 
     @property
+    def has_read_enough(self) -> bool:
+        return self.bytes_read + self.records.bytes_read >= PAGE_BYTES
+
+    @property
     def is_over(self) -> bool:
-        return self.left <= 0 or self.bytes_left <= 0 or self.full
+        return self.left <= 0 or self.has_read_enough or self.full
 
     def answer(self, after: _Place | None) -> Redriven:
         following = "" if after is None or self.full else str(after)
@@ -140,6 +148,7 @@ class Redrive:
         producers = self._letters.producers(found.stream, found.id, queue.stream.name)
         offset, end = max(offset, shard.state.floor), shard.log.high_watermark
         while offset < end and not page.is_over:
+            await asyncio.sleep(0)
             offset = max(offset, shard.log.log_start_offset)
             try:
                 entries = await shard.log.read(offset, READ_BYTES)
@@ -147,7 +156,7 @@ class Redrive:
                 continue  # what was done there was let go of
             chosen: list[Letter] = []
             for entry in entries:
-                if len(chosen) >= page.left:
+                if len(chosen) >= page.left or page.has_read_enough:
                     break
                 if entry.next_offset > offset:
                     for letter in self._letters.among([entry], producers, shard):
@@ -158,7 +167,7 @@ class Redrive:
                         else:
                             page.gone += 1
                     offset = entry.next_offset
-                    page.bytes_left -= len(entry.data)
+                    page.bytes_read += len(entry.data)
             await self._give_back(found, queue, shard, chosen, page)
         return offset
 

@@ -173,8 +173,10 @@ class SubscriptionStore:
                 for entry in letters.entries():
                     yield encode(Letter(subscription, entry))
             returns = self._returns.get(subscription)
-            if returns is not None:
-                yield from map(encode, returns.pending)
+            for returning in () if returns is None else returns.pending:
+                yield encode(returning)
+                # Taking it in makes these unsettled, which they may have ceased to be.
+                yield from map(encode, progress.settled_again(returning.offsets))
 
     def lost(self, error: FelixError) -> None:
         self._lost(error)

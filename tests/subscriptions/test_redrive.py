@@ -17,10 +17,13 @@ import felix.sync
 from felix import Code, Durability, RequestError, Retries
 from felix.batch import NewRecord
 from felix.consumer import Consumer, ConsumerRecord
-from felix.messages import Redriven
+from felix.messages import Redriven, RedriveSubscription
 from felix.names import StreamName
 from region.folder import RegionFolder
 from region.node import Node
+from region.subscriptions import redrive as module
+from region.subscriptions.letters import LetterQueues
+from region.views.dead_letter import DeadLetters
 
 pytestmark = pytest.mark.timeout(180)
 ORDERS = "acme/payments/orders"
@@ -421,3 +424,119 @@ async def test_the_synchronous_client_gives_them_back(
             return connected.stream(ORDERS).redrive_subscription("billing")
 
     assert await asyncio.to_thread(redrive) == Redriven(1)
+
+
+async def refused(*_: object) -> None:
+    raise felix.UnavailableError("The queue's disk is full.")
+
+
+async def written_anew(node: Node, name: str) -> None:
+    """The journal of the subscription's first shard is its state."""
+    held = node.subscriptions._held[StreamName.parse(ORDERS)].by_name[name]
+    actor = held._stores[0]._actor
+    assert actor is not None
+    actor.journal._begin_snapshot()
+    async with asyncio.timeout(20):
+        while True:
+            if actor.journal.snapshots:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_what_a_seek_settled_on_its_way_back_stays_settled_in_a_journal_that_is_written_anew(
+    folder: RegionFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = str(tmp_path / "data")
+    async with running(folder, data=data) as node, client(folder) as region:
+        await region.create_stream(ORDERS)
+        await subscribed(region, "billing")
+        await publish(region, *(b"%d" % number for number in range(10)))
+        await fail(region, "billing", {b"3", b"7"}, 10)
+        orders = region.stream(ORDERS)
+        monkeypatch.setattr(LetterQueues, "remove", refused)
+        asked = asyncio.ensure_future(orders.redrive_subscription("billing"))
+        async with asyncio.timeout(20):
+            while True:
+                if (await orders.describe_subscription("billing")).shards[0].committed == 3:
+                    break
+                await asyncio.sleep(0.01)
+        await orders.seek_subscription("billing", "latest")
+        await written_anew(node, "billing")
+        asked.cancel()
+        await asyncio.wait([asked])
+    monkeypatch.undo()
+    async with running(folder, data=data), client(folder) as region:
+        (shard,) = (await region.stream(ORDERS).describe_subscription("billing")).shards
+        assert (shard.committed, shard.lag_records) == (10, 0)
+        async with region.stream(ORDERS).consumer("billing") as consumer:
+            await nothing(consumer)
+
+
+async def test_what_an_owner_was_told_to_leave_out_as_it_was_dying_comes_to_it_once_it_is_given_back(
+    region: felix.RegionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record was on its way to the dead letters as the shard changed hands, and its new owner has not come to it yet."""
+    await region.create_stream(ORDERS)
+    await subscribed(region, "billing", ack_timeout_ms=2_000)
+    records = [b"%d" % number for number in range(10)]
+    for each in records:
+        await publish(region, each)
+    orders = region.stream(ORDERS)
+    monkeypatch.setattr(DeadLetters, "_land", refused)
+    async with orders.consumer("billing") as consumer:
+        taken = await take(consumer, 10)
+        assert await consumer.nack(taken[7])
+    await orders.alter_subscription("billing", unacked_max=2)
+    async with orders.consumer("billing") as consumer:
+        (first,) = await take(consumer, 1)
+        monkeypatch.undo()
+        async with asyncio.timeout(20):
+            while True:
+                if (await orders.describe_subscription("billing")).dead:
+                    break
+                await asyncio.sleep(0.01)
+        assert (await orders.redrive_subscription("billing")).redriven == 1
+        got = [bytes(first.payload)]
+        assert await consumer.ack(first)
+        for _ in range(9):
+            (record,) = await take(consumer, 1)
+            got.append(bytes(record.payload))
+            assert record.attempt == 1 and await consumer.ack(record)
+        assert sorted(got) == records
+        await nothing(consumer)
+    assert await left(region) == []
+
+
+async def test_others_are_served_while_a_page_looks_up_records_and_a_page_is_bounded_by_what_is_read(
+    region: felix.RegionClient, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each dead letter's record lies in another batch, and all are in memory; a worker has the dead letters, so that none fills the page."""
+    await region.create_stream(ORDERS)
+    await subscribed(region, "billing")
+    batches = 50
+    for number in range(batches):
+        await publish(region, b"good", b"poison %d" % number)
+    poison = {b"poison %d" % number for number in range(batches)}
+    await fail(region, "billing", poison, 2 * batches)
+    held = node.subscriptions._held[StreamName.parse(ORDERS)].by_name["billing"]
+    redrive = node.subscriptions._redrive
+    turns = 0
+
+    async def beside() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    assert len(await region.queue(DEAD).lease(batches)) == batches
+    other = asyncio.ensure_future(beside())
+    await asyncio.sleep(0)
+    turns = 0
+    page = await redrive.page(held, RedriveSubscription(ORDERS, "billing", 100))
+    other.cancel()
+    assert (page.held, page.next) == (batches, "") and turns >= batches
+    monkeypatch.setattr(module, "PAGE_BYTES", 1)
+    page = await redrive.page(held, RedriveSubscription(ORDERS, "billing", 100))
+    assert page.held == 1 and page.next
+    monkeypatch.setattr(module, "PAGE_BYTES", 2_000)
+    assert (await region.stream(ORDERS).redrive_subscription("billing")).held == batches

@@ -13,7 +13,7 @@ from long_runs import count
 
 from felix.errors import CorruptionError, FelixError, UnavailableError
 from felix.settings import SubscriptionSettings
-from region.gather import Done
+from region.gather import Done, ignore
 from region.log.epochs import EVERYTHING
 from region.subscriptions import returns as module
 from region.subscriptions.entries import (
@@ -94,7 +94,11 @@ class Life:
         """The journal is what this life knows, and nothing else."""
         self.journal[:] = [
             *map(encode, self.progress.snapshot()),
-            *(encode(each) for each in self.returns.pending),
+            *(
+                encode(entry)
+                for each in self.returns.pending
+                for entry in (each, *self.progress.settled_again(each.offsets))
+            ),
         ]
 
     def unsettled(self) -> set[int]:
@@ -149,6 +153,32 @@ async def test_the_process_ends_anywhere(monkeypatch: pytest.MonkeyPatch) -> Non
             chance.shuffle(letters)
         assert set(delivered.values()) == {1} and removed == set(range(RECORDS))
     assert ended_between > 20
+
+
+@pytest.mark.parametrize("how", ["acknowledged", "passed", "sought back and acknowledged"])
+async def test_what_was_settled_on_its_way_back_is_so_in_a_journal_that_is_written_anew(how: str) -> None:
+    """Its dead letter cannot be taken out meanwhile."""
+    life = Life(random.Random(7), [encode(Moved(BILLING, 10))], set(), refuses=False)
+    life.progress.assign(1)
+    life.progress.take_back([5, 7])
+    life.returns.begin(Returning(BILLING, "acme/ops/orders.dead", bytes(16), 0, [0, 1], [5, 7]), ignore)
+    if how == "acknowledged":
+        life.progress.ack([(5, 6)])
+    elif how == "passed":
+        life.progress.move(20)
+    else:
+        life.progress.move(0)
+        life.progress.assign(2)
+        life.progress.delivered(0, 10, 0)
+        life.progress.ack([(0, 6), (8, 10)])
+    life.snapshot()
+    life.returns.stop()
+    after = Life(random.Random(7), life.journal, set(), refuses=False)
+    after.returns.stop()
+    assert (after.progress.committed, after.progress.settled) == (
+        life.progress.committed,
+        life.progress.settled,
+    )
 
 
 def test_records_that_their_log_lost_keep_their_dead_letters() -> None:
