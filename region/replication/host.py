@@ -228,7 +228,7 @@ class ReplicaHost:
         try:
             disks = await self._opener.open(plan)
         except CorruptionError as error:
-            self.alarms[plan.shard] = error.sentence
+            self._alarms.shown[plan.shard] = error.sentence
             await self._opener.leave_sets(plan.shard, if_alone=False)
             record = self._mirror.view.shards.get(plan.shard)
             if record is None or not record.members().keys() - {self._broker}:
@@ -238,7 +238,7 @@ class ReplicaHost:
                 raise
             disks = await self._opener.open(plan, anew=True)
             self.repairs.found += 1
-            del self.alarms[plan.shard]
+            self._alarms.drop(plan.shard)
         lost = what_is_lost(plan, disks)
         if lost:
             log.error("shard %s: %s", plan.shard, lost)

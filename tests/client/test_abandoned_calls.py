@@ -382,13 +382,12 @@ async def test_what_cannot_be_sent_takes_no_room(operator: felix.RegionClient) -
 
 
 async def test_calls_that_wait_for_one_another_end_in_time(broker_of_silence: ScriptedBroker) -> None:
+    """One after the other, they would take 40 s."""
     async with connected(broker_of_silence, request_timeout_s=0.2) as region:
         cache = region.cache("acme/web/rates")
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        found = await asyncio.gather(*(cache.get(f"k{n}") for n in range(20)), return_exceptions=True)
+        async with asyncio.timeout(20):
+            found = await asyncio.gather(*(cache.get(f"k{n}") for n in range(200)), return_exceptions=True)
         assert all(isinstance(each, UnavailableError) for each in found)
-        assert loop.time() - began < 2
 
 
 async def test_a_watch_that_is_closed_ends_and_a_mirror_cancels_nobody(operator: felix.RegionClient) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -54,11 +55,33 @@ class Full:
     close = flush
 
 
+@contextmanager
+def gathering(
+    *, linger_ms: float, batch_records: int, has_room: bool = True
+) -> Iterator[tuple[Background, Full, Any]]:
+    """What collects, over what stands in the place of a publisher. `has_room`: whether that takes records from the beginning."""
+    background, inner = Background(), Full()
+    if has_room:
+        background.loop.call_soon_threadsafe(inner.room.set)
+    try:
+        yield (
+            background,
+            inner,
+            GatheringPublisher(
+                background,
+                inner,  # type: ignore[arg-type]
+                linger_ms=linger_ms,
+                batch_bytes=1 << 20,
+                batch_records=batch_records,
+            ),
+        )
+    finally:
+        background.stop()
+
+
 @pytest.mark.parametrize("end", ["flush", "close", "full"])
 def test_records_that_the_linger_hands_over_stay_before_those_of_the_next_batch(end: str) -> None:
-    background, inner = Background(), Full()
-    made: Any = GatheringPublisher(background, inner, linger_ms=1, batch_bytes=1 << 20, batch_records=100)  # type: ignore[arg-type]
-    try:
+    with gathering(linger_ms=1, batch_records=100, has_room=False) as (background, inner, made):
         for number in range(50):
             made.send(b"%d" % number)
         assert inner.waits.wait(60), "the linger has ended, and there is no room"
@@ -71,50 +94,38 @@ def test_records_that_the_linger_hands_over_stay_before_those_of_the_next_batch(
         assert inner.given[:149] == [b"%d" % number for number in range(149)], (
             "and all of it is given by then"
         )
-    finally:
-        background.stop()
 
 
 @pytest.mark.parametrize("how", ["publish", "publish_many", "publish_batch"])
 def test_what_is_published_behind_what_is_collected_stands_behind_it(how: str) -> None:
-    background, inner = Background(), Full()
-    made: Any = GatheringPublisher(background, inner, linger_ms=0, batch_bytes=1 << 20, batch_records=100)  # type: ignore[arg-type]
-    background.loop.call_soon_threadsafe(inner.room.set)
-    last: dict[str, Any] = {
-        "publish": b"last", "publish_many": [b"last"], "publish_batch": [NewRecord(b"last")]
-    }  # fmt: skip
-    try:
+    with gathering(linger_ms=0, batch_records=100) as (_, inner, made):
+        last: dict[str, Any] = {
+            "publish": b"last", "publish_many": [b"last"], "publish_batch": [NewRecord(b"last")]
+        }  # fmt: skip
         made.send(b"0")
         made.send(b"1")
         getattr(made, how)(last[how])
         assert inner.given == [b"0", b"1", b"last"]
-    finally:
-        background.stop()
 
 
 def test_a_record_that_made_a_batch_full_is_not_given_where_an_earlier_error_is_raised_although_the_linger_ends() -> (
     None
 ):
-    background, inner = Background(), Full()
-    made: Any = GatheringPublisher(background, inner, linger_ms=1, batch_bytes=1 << 20, batch_records=3)  # type: ignore[arg-type]
-    background.loop.call_soon_threadsafe(inner.room.set)
-    error = UnavailableError("It was given up.")
+    with gathering(linger_ms=1, batch_records=3) as (_, inner, made):
+        error = UnavailableError("It was given up.")
 
-    async def check() -> None:
-        # Long enough for the linger to end, and to hand over what it finds.
-        await asyncio.sleep(0.05)
-        raise error
+        async def check() -> None:
+            # Long enough for the linger to end, and to hand over what it finds.
+            await asyncio.sleep(0.05)
+            raise error
 
-    inner._check = check  # type: ignore[method-assign]
-    try:
+        inner._check = check  # type: ignore[method-assign]
         made.send(b"0")
         made.send(b"1")
         with pytest.raises(UnavailableError, match="given up"):
             made.send(b"2")
         made.flush()
         assert inner.given == [b"0", b"1"]
-    finally:
-        background.stop()
 
 
 def interrupted(background: Background, call: Callable[[], Any]) -> None:
@@ -148,9 +159,7 @@ def _cancelled(call: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("how", ["flush", "close", "publish", "send"])
 def test_what_is_collected_is_given_although_the_caller_is_interrupted_while_it_waits(how: str) -> None:
-    background, inner = Background(), Full()
-    made: Any = GatheringPublisher(background, inner, linger_ms=0, batch_bytes=1 << 20, batch_records=51)  # type: ignore[arg-type]
-    try:
+    with gathering(linger_ms=0, batch_records=51, has_room=False) as (background, inner, made):
         for number in range(50):
             made.send(b"%d" % number)
         last = [b"last"] if how in ("publish", "send") else []
@@ -159,47 +168,31 @@ def test_what_is_collected_is_given_although_the_caller_is_interrupted_while_it_
         background.loop.call_soon_threadsafe(inner.room.set)
         made.flush()
         assert inner.given == [b"%d" % number for number in range(51)], "and what was interrupted is not"
-    finally:
-        background.stop()
 
 
 def test_an_error_is_not_lost_where_who_would_be_told_it_is_interrupted() -> None:
-    background, inner = Background(), Full()
-    made: Any = GatheringPublisher(background, inner, linger_ms=1, batch_bytes=1 << 20, batch_records=100)  # type: ignore[arg-type]
-    background.loop.call_soon_threadsafe(inner.room.set)
-    inner.wrong[b"0"] = RequestError("It cannot be.")
-    acknowledged = asyncio.Event()
+    with gathering(linger_ms=1, batch_records=100) as (background, inner, made):
+        inner.wrong[b"0"] = RequestError("It cannot be.")
+        acknowledged = asyncio.Event()
 
-    async def flush() -> None:
-        await acknowledged.wait()
+        async def flush() -> None:
+            await acknowledged.wait()
 
-    inner.flush = flush  # type: ignore[method-assign]
-    try:
+        inner.flush = flush  # type: ignore[method-assign]
         made.send(b"0")
         interrupted(background, made.flush)
         background.loop.call_soon_threadsafe(acknowledged.set)
         with pytest.raises(RequestError, match="cannot be"):
             made.flush()
         made.flush()
-    finally:
-        background.stop()
 
 
 @pytest.mark.parametrize("error", [RequestError("It cannot be."), TypeError("a header that is no bytes")])
 @pytest.mark.parametrize("linger_ms", [0, 50])
 def test_a_record_that_cannot_be_takes_none_along(error: Exception, linger_ms: int) -> None:
-    background, inner = Background(), Full()
-    made: Any = GatheringPublisher(
-        background,
-        inner,  # type: ignore[arg-type]
-        linger_ms=linger_ms,
-        batch_bytes=1 << 20,
-        batch_records=10,
-    )
-    background.loop.call_soon_threadsafe(inner.room.set)
-    inner.wrong[b"3"] = error
-    raised = 0
-    try:
+    with gathering(linger_ms=linger_ms, batch_records=10) as (_, inner, made):
+        inner.wrong[b"3"] = error
+        raised = 0
         for number in range(30):
             try:
                 made.send(b"%d" % number)
@@ -211,16 +204,11 @@ def test_a_record_that_cannot_be_takes_none_along(error: Exception, linger_ms: i
         except type(error):
             raised += 1
         assert raised == 1 and inner.given == [b"%d" % number for number in range(30) if number != 3]
-    finally:
-        background.stop()
 
 
 def test_what_stays_collected_behind_a_record_that_cannot_be_lingers_no_longer() -> None:
-    background, inner = Background(), Full()
-    made: Any = GatheringPublisher(background, inner, linger_ms=60_000, batch_bytes=1 << 20, batch_records=10)  # type: ignore[arg-type]
-    background.loop.call_soon_threadsafe(inner.room.set)
-    inner.wrong[b"3"] = RequestError("It cannot be.")
-    try:
+    with gathering(linger_ms=60_000, batch_records=10) as (_, inner, made):
+        inner.wrong[b"3"] = RequestError("It cannot be.")
         for number in range(9):
             made.send(b"%d" % number)
         made._linger_s = 0.001
@@ -231,5 +219,3 @@ def test_what_stays_collected_behind_a_record_that_cannot_be_lingers_no_longer()
                 break
             threading.Event().wait(0.01)
         assert inner.given == [b"%d" % number for number in range(9) if number != 3]
-    finally:
-        background.stop()

@@ -8,7 +8,6 @@ again, both streams have all or nothing; an id that one transaction after the ot
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
@@ -24,6 +23,7 @@ from random import Random
 from typing import Any, Final
 
 from cluster.members import Members, serving
+from cluster.played import play_as_asked
 from e2e.command_mesh import command, environment
 from etcd_process import running_etcd
 from region_peer import client
@@ -293,16 +293,5 @@ async def play(folder: Path, rounds: int, seed: int) -> None:
             print(f"seed {seed} holds: {dict(made.counts)}", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    asyncio.run(play(asked.folder, asked.rounds, asked.seed))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(play_as_asked(play, __doc__, rounds=8))

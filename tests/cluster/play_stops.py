@@ -8,7 +8,6 @@ out; and one writer and reader go on through everything.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Final
 from cluster.history import RULES, History
 from cluster.load import Load, stored_in
 from cluster.members import Members
+from cluster.played import play_as_asked
 from e2e.command_mesh import command, environment
 from etcd_process import EtcdProcess, running_etcd
 from region_peer import client
@@ -182,16 +182,5 @@ async def play(folder: Path, rounds: int, seed: int) -> None:
             print(f"seed {seed} holds: {len(stored)} records, {dict(made.counts)}", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    asyncio.run(play(asked.folder, asked.rounds, asked.seed))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(play_as_asked(play, __doc__, rounds=6))
