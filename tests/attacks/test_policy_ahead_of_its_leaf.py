@@ -60,16 +60,23 @@ async def test_a_policy_that_lets_more_has_its_leaf_before_anything_crosses_by_i
         may_list = asyncio.Event()
         may_list.set()
         listed = document_feed.list_documents
+        being_told = 0
 
         async def late(*args: Any, **named: Any) -> Any:
+            nonlocal being_told
             await may_list.wait()
-            return await listed(*args, **named)
+            being_told += 1
+            try:
+                return await listed(*args, **named)
+            finally:
+                being_told -= 1
 
         monkeypatch.setattr(document_feed, "list_documents", late)
         async with mesh.agent() as agent:
             await until(lambda: is_refused(agent), "the source refuses")
             # As with very many documents, or a slow network: the broker goes by its new policy, and the agent has not been told of it.
             may_list.clear()
+            await until(lambda: not being_told, "no listing is under way that could tell of it")
             await put_policy(mesh, text.replace("revision: 1", "revision: 2"))
             await until(
                 lambda: any("in the egress log (revision 1)" in link.reason for link in agent.links()),
