@@ -184,7 +184,7 @@ def reconcile(
     gone = {*retired, *known_retired}
     left_out = {broker: report for broker, report in reports.items() if broker in retired}
     reports = {broker: report for broker, report in reports.items() if broker not in gone}
-    noted = _audit_copies(reports)
+    noted, seen = _audit_copies(reports), _audit_epoch(reports)
     missing = sorted({*view.nodes, *expected, *noted} - reports.keys() - {*without, *gone})
     if missing:
         return Refusal(
@@ -223,7 +223,7 @@ def reconcile(
     for shard in sorted(known):
         if shard.incarnation not in deleted:
             stream = streams.get(shard.incarnation)
-            one = _known(plan, view, shard, stream, told.get(shard, {}), without, gone, noted)
+            one = _known(plan, view, shard, stream, told.get(shard, {}), without, gone, noted, seen)
             _shard(plan, view, one, signed, alone, election)
             _left_out(plan, one, left_out)
     _unknown(plan, told, {shard.incarnation for shard in known} | set(deleted))
@@ -239,12 +239,17 @@ def reconcile(
 
 def _audit_copies(reports: Mapping[str, FolderReport]) -> dict[str, str]:
     """The brokers whose copies of the audit log were in sync last, as the folders know it, each with the folder that it had."""
-    newest = max((report.audit_epoch for report in reports.values()), default=0)
+    newest = _audit_epoch(reports)
     found: dict[str, str] = {}
     for _, report in sorted(reports.items()):
         if report.audit_epoch == newest:
             found |= report.audit_copies
     return found
+
+
+def _audit_epoch(reports: Mapping[str, FolderReport]) -> int:
+    """The newest epoch of the audit log that a broker saw in the store: its leader may have written nothing in it."""
+    return max((report.audit_epoch for report in reports.values()), default=0)
 
 
 def _known_retired(
@@ -391,6 +396,8 @@ class _Known:
     minimum: int
     """copies that a commit needs"""
     has_copies: bool
+    seen: int
+    """the newest epoch that a broker saw in the store; 0 where none keeps it"""
 
     @property
     def what(self) -> str:
@@ -420,7 +427,7 @@ class _Known:
     @property
     def last(self) -> int:
         """The newest epoch that a folder knows."""
-        return max((each.epoch for each in self.told.values()), default=0)
+        return max((self.seen, *(each.epoch for each in self.told.values())))
 
     @property
     def next_epoch(self) -> int:
@@ -438,7 +445,9 @@ def _known(
     without: Collection[str],
     gone: set[str],
     noted: Mapping[str, str],
+    seen: int,
 ) -> _Known:
+    """`noted`, `seen`: of the audit log, who had copies of it with which folders, and in which epoch, as a broker saw it last."""
     stored = view.shards.get(shard)
     before = None if stored is None else _without_retired(stored, gone)
     assert before is not None or stream is not None
@@ -500,6 +509,7 @@ def _known(
         missing=missing,
         minimum=before.min if before is not None else min_in_sync(stream.config) if stream is not None else 1,
         has_copies=has_copies,
+        seen=seen if name == str(AUDIT_STREAM) else 0,
     )
 
 

@@ -383,6 +383,23 @@ def test_copies_of_the_audit_log_that_are_not_needed_any_more_count_for_nothing(
     assert refused(away, Reason.NO_REPORT) and "Of e no folder was heard" in away.sentence  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("stream", [NAME, str(AUDIT_STREAM)])
+def test_the_next_epoch_is_above_one_of_the_audit_log_in_which_nothing_was_written(
+    stage: Stage, stream: str
+) -> None:
+    """A broker keeps which copies were in sync in the newest epoch that it saw, and takes no word of an older one."""
+    seen = 2 * reconciliation.RECONCILE_GAP
+    stage.place("abc", stream=stream)
+    heard = {name: (log(9, 50),) for name in "abc"}
+    folders = {name: stage.files[name].folder for name in "abc"}
+    made = planned(stage, heard, stream=stream, noted={"b": (seen, folders)})
+    assert isinstance(made, Plan) and not made.losses
+    assert (made.shards[0].after.epoch > seen) == (stream == str(AUDIT_STREAM))
+    carried_out(stage, made)
+    again = planned(stage, heard, stream=stream, noted={"b": (seen, folders)})
+    assert isinstance(again, Plan) and not again.shards[0].changes, "an earlier run's record is as good"
+
+
 def begun(*epochs: tuple[int, int], end: int, kept: int = 0) -> LogTold:
     """A log by the offsets at which its epochs begin."""
     starts = tuple(EpochStart(epoch, f"{epoch:016x}", LogPoint(start)) for epoch, start in epochs)
