@@ -35,7 +35,6 @@ from region.replication.links import PEER_ALPN
 from region.session.client_session import ClientSession
 from region.startup.broker import Parts, open_broker
 from region.startup.ground import THIS_MACHINE, Machine
-from region.views.wall_clock import HeldClock
 
 log = logging.getLogger("felix.region.node")
 
@@ -207,11 +206,9 @@ class Node:
             else:
                 snapshot_told.ends()
 
-        retention_clock = HeldClock(self.broker.streams_ms, self.broker.boot_ms)
-
         async def retain() -> None:
             self.subscriptions.hold_all()
-            await streams.maintenance.sweep(retention_clock.now_ms())
+            await streams.maintenance.sweep(await parts.retention_clock.now_ms())
 
         async def compact() -> None:
             await streams.maintenance.compact(self.broker.streams_ms())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -12,6 +13,7 @@ from felix.collector import collector_paused
 from felix.errors import FelixError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
+from felix.told import Told
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.at_once import at_once
 from region.broker import Broker
@@ -30,6 +32,7 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import Stream
 from region.metadata.registration import Registration
 from region.queue.service import QueueService
+from region.retention_clock import RetentionClock
 from region.session.client_session import Services
 from region.startup.evidence import Evidence, open_audit_log
 from region.startup.governing import Governing, begin_judging, copy_audit_log, open_governance
@@ -70,6 +73,7 @@ class Parts:
     """Of one of several brokers."""
     peers: Peers | None
     """Its links and copies, the same."""
+    retention_clock: RetentionClock
 
     def may_not_write(self) -> str:
         """Why nothing may be appended, as a sentence without its end; empty where the broker may write. Also asked from other threads."""
@@ -94,9 +98,18 @@ async def open_broker(
     governing = await open_governance(ground, metadata, evidence, serving)
     views = open_views(ground, metadata, serving, governing)
     streams, mirror, clustered = serving.streams, metadata.mirror, metadata.clustered
+    broker = serving.broker
+    retention_clock = await asyncio.to_thread(
+        RetentionClock,
+        machine.files,
+        ground.data,
+        broker.streams_ms,
+        broker.boot_ms,
+        Told(runtime.clock.monotonic),
+    )
     follower = StreamFollower(streams, mirror, governing.landings.opened)
     await begin_judging(ground, metadata, evidence, governing)
-    _follow_settings(serving.broker, mirror)
+    _follow_settings(broker, mirror)
     if clustered is not None:
         await _begin_copies(ground, metadata, evidence, serving, governing, follower)
     await streams.remove_marked(mirror.deleted_streams)
@@ -113,7 +126,7 @@ async def open_broker(
         stack.push_async_callback(views.lanes.close)
     stack.push_async_callback(views.transactions.close)
     return Parts(
-        serving.broker,
+        broker,
         ground.directory,
         streams,
         follower,
@@ -126,6 +139,7 @@ async def open_broker(
         metadata.registration,
         clustered,
         serving.peers,
+        retention_clock,
     )
 
 

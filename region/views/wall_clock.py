@@ -47,11 +47,14 @@ class HeldClock:
 
     __slots__ = ("_ahead", "_boot_ms", "_clock")
 
-    def __init__(self, wall_ms: Callable[[], int], boot_ms: Callable[[], int]) -> None:
+    def __init__(self, wall_ms: Callable[[], int], boot_ms: Callable[[], int], ahead_ms: int = 0) -> None:
+        """`ahead_ms`: by how much it may have been set ahead just now."""
         self._boot_ms = boot_ms
         self._clock = WallClock(wall_ms, boot_ms, self._was_set)
         self._ahead: list[tuple[int, int]] = []
         """by how much it was set ahead, each with the end of its time by `boot_ms`; the newest last"""
+        if ahead_ms:
+            self._was_set(ahead_ms)
 
     def _was_set(self, by_ms: int) -> None:
         if by_ms > 0:

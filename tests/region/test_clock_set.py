@@ -18,6 +18,7 @@ from felix.runtime.real import now_ms
 from felix.settings import Retention, SubscriptionSettings
 from region.bootstrap import write_profile
 from region.config import load_config
+from region.folder import RegionFolder
 from region.node import Node
 from region.queue.shard import TOLD_MAX
 from region.queue.state import READY_MAX, Phase, QueueState
@@ -36,7 +37,11 @@ class Region:
 
     @asynccontextmanager
     async def served(self, home: Path) -> AsyncIterator[felix.RegionClient]:
-        folder = make_region(home, "us-east", at_ms=now_ms() - 3 * HOUR_MS)
+        async with self.started(make_region(home, "us-east", at_ms=now_ms() - 3 * HOUR_MS)) as made:
+            yield made
+
+    @asynccontextmanager
+    async def started(self, folder: RegionFolder) -> AsyncIterator[felix.RegionClient]:
         config = load_config(folder.config)
         config = replace(config, storage=replace(config.storage, sweep_every=20))
         self.node = await Node.start(folder, config, with_wall(lambda: now_ms() + self.ahead_ms))
@@ -122,6 +127,28 @@ async def test_nothing_is_over_before_its_time_where_a_clock_is_set(tmp_path: Pa
             state = await orders.describe_subscription("crew")
             assert (state.redelivered, state.shards[0].committed) == (0, 1)
         assert (await made.describe_stream(ORDERS)).state[0].log_start == 0
+
+
+async def test_a_broker_that_starts_by_a_clock_that_is_ahead_deletes_nothing_for_an_hour(
+    tmp_path: Path,
+) -> None:
+    """Neither records nor an idle subscription, also where it is started again meanwhile; set right by then, it has deleted nothing."""
+    region = Region()
+    folder = make_region(tmp_path, "us-east", at_ms=now_ms() - 3 * HOUR_MS)
+    async with asyncio.timeout(120):
+        async with region.started(folder) as made:
+            await made.create_stream(ORDERS, retention=Retention(age_ms=HOUR_MS // 2))
+            orders = made.stream(ORDERS)
+            await orders.create_subscription("idle", SubscriptionSettings(inactive_ttl_ms=HOUR_MS // 2))
+            await orders.publish(b"order")
+            await swept_thrice(region.node)
+
+        for region.ahead_ms in (HOUR_MS, HOUR_MS, 0, HOUR_MS):
+            async with region.started(folder) as made:
+                await region.node.subscriptions.sweep()
+                await swept_thrice(region.node)
+                assert (await made.describe_stream(ORDERS)).state[0].log_start == 0
+                assert [each.name for each in await made.stream(ORDERS).subscriptions()] == ["idle"]
 
 
 @pytest.mark.parametrize("ahead_ms", [HOUR_MS, -HOUR_MS])
