@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bridge.agent import load_files, region_profile
+from bridge.agent_files import load_files, region_profile
 from bridge.config import BridgeConfig, paths_of
 from bridge.crossing import LOOP, NO_BRIDGE, ONWARD, PATH_UNKNOWN, compile_terms, open_sealed
 from bridge.wire import SealedBatch, SealedFeed

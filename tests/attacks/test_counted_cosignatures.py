@@ -41,7 +41,7 @@ from audit.trail import Trail, TrailSettings
 from audit.trust import RegionTrust, Trust
 from audit.verify import UNCOSIGNED, Report, verify_log
 from audit.witness_policy import WitnessPolicy
-from bridge.agent import load_quorum
+from bridge.agent_files import load_quorum
 from bridge.config import BridgeConfig
 from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.messages import PutDocument

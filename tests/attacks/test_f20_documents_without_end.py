@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import policy.signed
 from audit.leaf import Kind
 from bridge.agent import Agent
 from bridge.document_sync import KINDS, LISTED_BYTES_MAX, DocumentSync, list_documents
+from bridge.reasons import Reasons
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity_file import load_identity
 from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
@@ -158,7 +160,11 @@ async def test_no_destination_keeps_an_agent_from_what_others_say(
         for region, lists in brokers.items()
     }  # type: ignore[assignment]
     agent.context = SimpleNamespace(source=None)  # type: ignore[assignment]
-    agent._reasons, agent._soon, agent._runtime = {}, asyncio.Event(), REAL
+    agent._reasons, agent._soon, agent._runtime = (
+        Reasons(logging.getLogger("felix.bridge.agent")),
+        asyncio.Event(),
+        REAL,
+    )
     agent._feeds = {region: agent._new_feed(region, each) for region, each in agent._endpoints.items()}
     following = [asyncio.ensure_future(feed.run()) for feed in agent._feeds.values()]
     async with asyncio.timeout(120):

@@ -83,7 +83,7 @@ async def test_a_witness_that_gives_nothing_or_half_is_shown_until_it_gives_all(
         assert "the egress log" in agent._notice() and "the audit log of us-east" in agent._notice()
         await asyncio.sleep(7)
         assert "Cosigning with eu-west has failed" in agent._notice()
-        assert agent._uncosigned_ms()["eu-west"] > 6_000
+        assert agent._cosigning.failed_ms()["eu-west"] > 6_000
         assert max(map(calls.count, calls)) <= 3, "at once, and 3 and 9 s later"
         tally("answers of a witness that gives nothing or half", len(calls))
         lies[0] = False
@@ -123,7 +123,7 @@ async def test_a_checkpoint_that_has_no_line_of_its_log_keeps_no_other_log_from_
         await until(
             lambda: trail.status().cosigned == trail.status().durable, "us-east's log is cosigned", 60
         )
-        assert isinstance(agent, Agent) and "us-east" not in agent._uncosigned
+        assert isinstance(agent, Agent) and "us-east" not in agent._cosigning._uncosigned
         tally("checkpoints that are none of the log that was asked for", 1)
     for name in ("us-east", "eu-west"):
         await mesh.stop(name)

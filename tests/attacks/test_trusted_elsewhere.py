@@ -15,7 +15,7 @@ from bridge_mesh import ACCEPTED_BY, POLICIES, Mesh, flight, two_regions, until
 from slow_runs import only_slow
 from typer.testing import CliRunner, Result
 
-import bridge.agent
+import bridge.renewal
 from bridge.pins import Pins
 from cli.exits import EXIT_UNAVAILABLE, exit_code
 from cli.form import Form
@@ -193,8 +193,8 @@ async def test_an_agent_goes_on_after_the_other_region_has_changed_its_policy_ke
     machines: Machines, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = machines.mesh
-    monkeypatch.setattr(bridge.agent, "RENEW_S", 0.2)
-    monkeypatch.setattr(bridge.agent, "PINS_LOOK_S", 0.1)
+    monkeypatch.setattr(bridge.renewal, "RENEW_S", 0.2)
+    monkeypatch.setattr(bridge.renewal, "PINS_LOOK_S", 0.1)
     policy_key = machines.operator.policy_key
     shutil.copy(policy_key, mesh.us.policy_key)
     body, export, accepted = mesh.sign_grant()
@@ -221,13 +221,13 @@ async def test_an_agent_goes_on_after_the_other_region_has_changed_its_policy_ke
     if when != "runs":
         if when == "hears of it late":
             # It has judged what both regions list by the bundle of before.
-            listed = bridge.agent.list_pins
+            listed = bridge.renewal.list_pins
 
             async def late(connection: Any) -> dict[str, bytes]:
                 await asyncio.sleep(3)
                 return await listed(connection)
 
-            monkeypatch.setattr(bridge.agent, "list_pins", late)
+            monkeypatch.setattr(bridge.renewal, "list_pins", late)
         elif when != "starts":
 
             def fail(*_: object) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from failing_disk import TOLD_BY, fail_as_told
 
 import audit.trail_reopening
-import bridge.agent
+import bridge.egress_log
 import felix.reopening
 from bridge.agent import Agent
 from bridge.config import load_config
@@ -31,6 +31,6 @@ async def main(path: Path) -> None:
 fail_as_told(Path(os.environ[TOLD_BY]))
 felix.reopening.REOPEN_MS_MIN = AGAIN_MS  # type: ignore[misc]
 audit.trail_reopening.SOUND_ALONE_MS = 0  # type: ignore[misc]
-bridge.agent.LOOK_S = 0.1  # type: ignore[misc,attr-defined]
+bridge.egress_log.LOOK_S = 0.1  # type: ignore[misc,attr-defined]
 logging.basicConfig(level=logging.INFO)
 asyncio.run(main(Path(sys.argv[1])))

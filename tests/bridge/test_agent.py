@@ -18,7 +18,7 @@ from ports import claim_port
 from runtimes import with_wall
 
 from audit.leaf import GapKind, Kind
-from bridge import agent as agent_module
+from bridge import egress_log
 from bridge.agent import Agent
 from bridge.crossing import PATH_UNKNOWN
 from bridge.sample import sample_as_bridge, sample_as_reader
@@ -366,7 +366,7 @@ async def test_an_agent_that_stops_while_it_opens_its_log_leaves_that_to_the_nex
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = unreachable(tmp_path)
-    is_open, may_go_on, opened = threading.Event(), threading.Event(), agent_module.open_egress
+    is_open, may_go_on, opened = threading.Event(), threading.Event(), egress_log.open_egress
 
     def open_slowly(*words: Any, **more: Any) -> Any:
         found = opened(*words, **more)
@@ -375,7 +375,7 @@ async def test_an_agent_that_stops_while_it_opens_its_log_leaves_that_to_the_nex
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(agent_module, "open_egress", open_slowly)
+        patch.setattr(egress_log, "open_egress", open_slowly)
         agent = await Agent.start(mesh.bridge_config(), mesh.us.root)
         assert await asyncio.to_thread(is_open.wait, WAIT_S)
         stopping = asyncio.ensure_future(agent.stop())
@@ -390,15 +390,15 @@ async def test_a_log_that_cannot_be_read_once_it_is_open_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = unreachable(tmp_path)
-    read, failures = agent_module.read_words, [OSError("no such device")]
+    read, failures = egress_log.read_words, [OSError("no such device")]
 
     def fail_once(*words: Any) -> Any:
         if failures:
             raise failures.pop()
         return read(*words)
 
-    monkeypatch.setattr(agent_module, "read_words", fail_once)
-    monkeypatch.setattr(agent_module, "TRAIL_AGAIN_S", 0.01)
+    monkeypatch.setattr(egress_log, "read_words", fail_once)
+    monkeypatch.setattr(egress_log, "TRAIL_AGAIN_S", 0.01)
     async with mesh.agent() as agent:
         await until(lambda: agent.context.trail, "its log")
 
@@ -411,10 +411,10 @@ async def test_an_agent_whose_log_fails_to_open_by_a_mistake_of_ours_says_so_and
     def mistaken(*words: Any, **more: Any) -> Any:
         raise ValueError("a mistake")
 
-    monkeypatch.setattr(agent_module, "open_egress", mistaken)
+    monkeypatch.setattr(egress_log, "open_egress", mistaken)
     agent = await Agent.start(mesh.bridge_config(), mesh.us.root)
     await until(lambda: "cannot be opened: a mistake" in agent.not_ready(), "what is wrong")
-    assert agent._log_failed()
+    assert agent._egress.is_failed()
     await agent.stop()
 
 

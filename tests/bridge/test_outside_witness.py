@@ -179,8 +179,8 @@ async def test_a_renewed_bundle_with_the_key_of_the_quorum_is_not_taken(tmp_path
             for public in (outside.public, key(78).verify_key.public):
                 changed = msgspec.structs.replace(held, receipt_keys=(*held.receipt_keys, public))
                 mesh.us.bundle.write_bytes(sign_bundle(changed, policy_key).encode())
-                await agent._renew()
-                is_taken = agent._files.bundles["us-east"] == changed
+                await agent._renewal.renew()
+                is_taken = agent._renewal.files.bundles["us-east"] == changed
                 assert is_taken == (public != outside.public)
         finally:
             await agent.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from audit.merkle import Tree, consistency_proof, leaf_hash
 from audit.note import Note, NoteSigner, Signature, encode_note, parse_note
 from audit.trail import Trail
 from audit.witness import DiskWitnessStore, MemoryWitnessStore, Witness
-from bridge.agent import Agent
+from bridge.cosigning import Cosigning
 from bridge.failpoint import Failpoints
 from bridge.region_log import RACES_MAX, Askings, check_region_log, cosign_region_log
 from felix.errors import Code, FelixError, TamperError, UnavailableError
@@ -32,7 +32,6 @@ from felix.messages import (
     Witnessed,
     WitnessedSize,
 )
-from felix.runtime.real import REAL
 from keys.post_quantum import MlDsaKey
 
 EU = witness_signer()
@@ -361,9 +360,16 @@ async def test_a_log_with_another_root_at_the_size_that_was_cosigned_is_an_alarm
         await look(owner, witness, {})
 
 
-def links_of(trail: Trail) -> Any:
-    """What the links of an agent share, as far as its log is cosigned by it."""
-    return SimpleNamespace(trail=trail, failpoints=Failpoints(), require_whole=lambda region: None)
+def cosigning_of(trail: Trail, now: Sequence[float] = (0.0,)) -> Cosigning:
+    """Of an agent that has this log; `now`: the monotonic clock."""
+    context: Any = SimpleNamespace(
+        trail=trail,
+        failpoints=Failpoints(),
+        require_whole=lambda region: None,
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0])),
+    )
+    nobody: Any = None
+    return Cosigning(context, {}, "acme", nobody, nobody, nobody)
 
 
 async def test_an_egress_log_gets_what_of_its_cosignature_somebody_left_out(tmp_path: Path) -> None:
@@ -372,15 +378,13 @@ async def test_an_egress_log_gets_what_of_its_cosignature_somebody_left_out(tmp_
         ended = threading.Event()
         trail.append_nowait([Link().grant()], lambda first, error: ended.set())
         assert ended.wait(30)
-        agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
-        agent.context = links_of(trail)
-        agent._askings, agent._runtime = {}, REAL
+        cosigning, witness = cosigning_of(trail), Region("eu-west", signers=(EU, EU_PQ))
         note = parse_note(witness.memory.cosign(trail.publish(), []))
         lines = tuple(line for line in note.signatures if line.key_id != EU_PQ.key.key_id)
         trail.add_cosigned(encode_note(note._replace(signatures=lines)))
         witness.trust.witnesses = (EU.key, EU_PQ.key)
         for _ in range(2):
-            await agent._cosign_egress(witness, False)  # type: ignore[arg-type]
+            await cosigning._cosign_egress(witness, False)  # type: ignore[arg-type]
             assert witness.cosigned == 1
             (held,) = trail.checkpoints.cosigned()
             assert {by.key for by in held.cosigned} == {EU.key, EU_PQ.key}
@@ -408,17 +412,15 @@ async def test_an_egress_log_that_lacks_a_line_after_the_answer_is_a_failure_unt
         ended = threading.Event()
         trail.append_nowait([Link().grant()], lambda first, error: ended.set())
         assert ended.wait(30)
-        agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
-        agent.context = links_of(trail)
-        agent._runtime = SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0]))  # type: ignore[assignment]
-        agent._askings, witness.answers = {}, answers
+        cosigning, witness = cosigning_of(trail, now), Region("eu-west", signers=(EU, EU_PQ))
+        witness.answers = answers
         for now[0] in range(0, 60, 3):
             with pytest.raises(TamperError, match=says):
-                await agent._cosign_egress(witness, False)  # type: ignore[arg-type]
+                await cosigning._cosign_egress(witness, False)  # type: ignore[arg-type]
         assert witness.cosigned == 7, "after 0, 3 and 9 s, and then each 12 s"
         assert sum(len(each.cosigned) for each in trail.checkpoints.cosigned()) == kept
         witness.answers = lambda now: now
         now[0] = 999
-        await agent._cosign_egress(witness, False)  # type: ignore[arg-type]
+        await cosigning._cosign_egress(witness, False)  # type: ignore[arg-type]
         (held,) = trail.checkpoints.cosigned()
         assert {by.key for by in held.cosigned} == {EU.key, EU_PQ.key}

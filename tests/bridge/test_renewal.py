@@ -9,7 +9,7 @@ import pytest
 from bridge_mesh import BRIDGE, flight, two_regions, until
 from region_home import make_region
 
-import bridge.agent
+import bridge.renewal
 from audit.leaf import Kind
 from audit.origin import region_origin
 from audit.tile_disk import Folder
@@ -31,12 +31,12 @@ async def test_an_agent_renews_its_identity_and_what_crosses_goes_on_under_the_b
         "bridge_mesh.make_region",
         lambda home, region, *, at_ms: make_region(home, region, at_ms=at_ms - 10 * DAY),
     )
-    monkeypatch.setattr(bridge.agent, "RENEW_S", 0.05)
+    monkeypatch.setattr(bridge.renewal, "RENEW_S", 0.05)
     async with two_regions(tmp_path) as mesh:
         old = issue_identity(mesh.us, load_config(mesh.us.config), "bridge", BRIDGE, now_ms() - 6 * DAY)
         path, trusted = mesh.us.identity(BRIDGE), mesh.eu.trusted / "us-east.json"
         bundles = (mesh.us.bundle.read_bytes(), trusted.read_bytes())
-        with caplog.at_level(logging.WARNING, "felix.bridge.agent"):
+        with caplog.at_level(logging.WARNING, "felix.bridge.renewal"):
             async with mesh.agent():
                 # It has no right yet: it may not be renewed, and says so.
                 await until(lambda: "has no right in us-east" in caplog.text, "the warning")

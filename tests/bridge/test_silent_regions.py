@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,32 @@ from signed_grants import deny_entry
 
 from audit.errors import AuditUnavailableError
 from audit.witness import MemoryWitnessStore
-from bridge.agent import Agent
+from bridge.cosigning import Cosigning
 from bridge.documents import EgressDocuments, Paper
 from bridge.ledger import Ledger
 from bridge.link_worker import LinkWorker
+from bridge.reasons import Reasons
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.tasks import end_tasks
+
+
+async def no_receipts(endpoint: object) -> None:
+    """The log of a region has all that it gave receipts for."""
+
+
+def cosigning_of(source: SimpleNamespace, *others: SimpleNamespace) -> Cosigning:
+    """Of an agent whose log nobody looks at."""
+    context: Any = SimpleNamespace(source=source, trail=None, runtime=REAL)
+    endpoints: Any = {each.region: each for each in (source, *others)}
+    return Cosigning(
+        context,
+        endpoints,
+        "acme",
+        MemoryWitnessStore(),
+        no_receipts,
+        Reasons(logging.getLogger("felix.bridge.agent")),
+    )
 
 
 async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
@@ -25,45 +45,27 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
 ) -> None:
     asked: list[tuple[str, bool]] = []
 
-    async def cosign(_: Agent, witness: Any, final: bool) -> None:
+    async def cosign(_: Cosigning, witness: Any, final: bool) -> None:
         asked.append((witness.region, final))
         if witness.region == "ap-south":
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(Agent, "_cosign_egress", cosign)
-    monkeypatch.setattr("bridge.agent.COSIGN_WAIT_S", 0.001)
-    agent = object.__new__(Agent)
-    source = SimpleNamespace(is_up=False)
-    agent.context = SimpleNamespace(source=source, trail=None)  # type: ignore[assignment]
-    agent._endpoints = {"us-east": source} | {  # type: ignore[assignment]
-        region: SimpleNamespace(is_up=True, region=region) for region in ("ap-south", "eu-west")
-    }
-    agent._cosigning, agent._uncosigned, agent._reasons, agent._askings = {}, {}, {}, {}
-    agent._failed_trail = None
-    agent._runtime, agent._shown = REAL, MemoryWitnessStore()  # type: ignore[assignment]
+    monkeypatch.setattr(Cosigning, "_cosign_egress", cosign)
+    monkeypatch.setattr("bridge.cosigning.COSIGN_WAIT_S", 0.001)
+    cosigning = cosigning_of(
+        SimpleNamespace(is_up=False, region="us-east"),
+        *(SimpleNamespace(is_up=True, region=region) for region in ("ap-south", "eu-west")),
+    )
     for _ in range(3):
-        await agent._cosign_all()
+        await cosigning.round()
     assert asked == [("ap-south", False), *[("eu-west", False)] * 3]
-    final = asyncio.ensure_future(agent._cosign_all(final=True))
+    final = asyncio.ensure_future(cosigning.round(final=True))
     for _ in range(10):
         await asyncio.sleep(0)
     assert sorted(asked[4:]) == [("ap-south", True), ("eu-west", True)]
     final.cancel()
     await asyncio.wait([final])
-    await end_tasks(*agent._cosigning.values())
-
-
-def agent_of_two_regions() -> Agent:
-    agent = object.__new__(Agent)
-    source, end = (SimpleNamespace(is_up=True, region=region) for region in ("us-east", "eu-west"))
-    agent.context = SimpleNamespace(source=source, trail=None)  # type: ignore[assignment]
-    agent.config = SimpleNamespace(mesh="acme")  # type: ignore[assignment]
-    agent._endpoints = {"us-east": source, "eu-west": end}  # type: ignore[dict-item]
-    agent._cosigning, agent._uncosigned, agent._reasons, agent._askings = {}, {}, {}, {}
-    agent._failed_trail = None
-    agent._runtime, agent._shown = REAL, MemoryWitnessStore()  # type: ignore[assignment]
-    agent._submissions = None
-    return agent
+    await cosigning.close()
 
 
 async def test_a_log_that_cannot_be_cosigned_keeps_no_other_from_it_and_who_is_crowded_out_is_shown(
@@ -81,19 +83,22 @@ async def test_a_log_that_cannot_be_cosigned_keeps_no_other_from_it_and_who_is_c
         if what in fails:
             raise fails[what]
 
-    monkeypatch.setattr(Agent, "_cosign_egress", lambda *_: cosign("egress"))
-    monkeypatch.setattr("bridge.agent.cosign_region_log", lambda of, *_: cosign(of.region))
-    agent = agent_of_two_regions()
-    await agent._cosign_all()
+    monkeypatch.setattr(Cosigning, "_cosign_egress", lambda *_: cosign("egress"))
+    monkeypatch.setattr("bridge.cosigning.cosign_region_log", lambda of, *_: cosign(of.region))
+    cosigning = cosigning_of(
+        *(SimpleNamespace(is_up=True, region=region) for region in ("us-east", "eu-west"))
+    )
+    await cosigning.round()
     assert asked == ["egress", "eu-west", "us-east"]
-    assert "not one that is cosigned here" in agent._notice() and "asked too often" in agent._notice()
+    (said,) = cosigning.troubles()
+    assert "not one that is cosigned here" in said and "asked too often" in said
     fails["eu-west"] = UnavailableError("The session was lost.", code=Code.DISCONNECTED)
     del fails["egress"]
-    await agent._cosign_all()
-    assert "asked too often" in agent._notice(), "nothing is known that is better"
+    await cosigning.round()
+    assert "asked too often" in cosigning.troubles()[0], "nothing is known that is better"
     fails.clear()
-    await agent._cosign_all()
-    assert agent._notice() == ""
+    await cosigning.round()
+    assert not cosigning.troubles()
 
 
 async def test_an_answer_that_nobody_thought_of_keeps_no_other_log_from_being_cosigned_and_is_shown(
@@ -106,13 +111,15 @@ async def test_an_answer_that_nobody_thought_of_keeps_no_other_log_from_being_co
         if what != "us-east":
             raise AssertionError(f"{what} said what no region says")
 
-    monkeypatch.setattr(Agent, "_cosign_egress", lambda *_: cosign("egress"))
-    monkeypatch.setattr("bridge.agent.cosign_region_log", lambda of, *_: cosign(of.region))
-    agent = agent_of_two_regions()
-    await agent._cosign_all()
+    monkeypatch.setattr(Cosigning, "_cosign_egress", lambda *_: cosign("egress"))
+    monkeypatch.setattr("bridge.cosigning.cosign_region_log", lambda of, *_: cosign(of.region))
+    cosigning = cosigning_of(
+        *(SimpleNamespace(is_up=True, region=region) for region in ("us-east", "eu-west"))
+    )
+    await cosigning.round()
     assert asked == ["egress", "eu-west", "us-east"]
     for word in ("egress said", "eu-west said", "has failed for"):
-        assert word in agent._notice()
+        assert word in cosigning.troubles()[0]
 
 
 async def test_documents_that_another_region_signs_without_end_wait_for_their_leaves(
