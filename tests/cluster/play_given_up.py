@@ -128,7 +128,8 @@ class Play:
         again: list[str] = []
         dead: list[EtcdProcess] = []
         if what == "command":
-            process.kill()
+            with suppress(ProcessLookupError):
+                process.kill()
         elif what in ("winner", "other", "asked"):
             name = {"winner": winner, "other": other}.get(what) or random.choice((winner, other))
             members.kill(name)
