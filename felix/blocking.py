@@ -21,6 +21,7 @@ from felix.notebook import Rows
 from felix.payload import MessageId, Payload, RecordKey, key_bytes, paired, payload_bytes, with_message_id
 from felix.publisher import Publisher
 from felix.publisher_core import PublishProgress, Receipt
+from felix.tasks import AGAIN_S, end_tasks
 
 STOP_TIMEOUT_S: Final = 5.0
 """How long `close` waits for the background thread."""
@@ -40,6 +41,8 @@ class Background:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        self.loop.run_until_complete(_end_all())
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 
     @property
@@ -107,6 +110,17 @@ class Background:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(STOP_TIMEOUT_S)
+
+
+async def _end_all() -> None:
+    """What was given up, as by Ctrl-C while it connected, is cancelled already and has still to end; all else is cancelled."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        if not task.cancelling():
+            task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=AGAIN_S)
+    await end_tasks(*left)
 
 
 def _loop_would_wait() -> bool:

@@ -219,3 +219,22 @@ def test_what_stays_collected_behind_a_record_that_cannot_be_lingers_no_longer()
                 break
             threading.Event().wait(0.01)
         assert inner.given == [b"%d" % number for number in range(9) if number != 3]
+
+
+def test_what_is_given_up_has_ended_once_the_thread_stops() -> None:
+    """As where Ctrl-C comes while it connects: a task that is left behind is a warning on the terminal."""
+    background = Background()
+    ended = threading.Event()
+
+    async def connect() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    waiting = asyncio.run_coroutine_threadsafe(connect(), background.loop)
+    background.run(lambda: None)
+    waiting.cancel()
+    background.stop()
+    assert ended.is_set() and not background.is_alive

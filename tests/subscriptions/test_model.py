@@ -297,7 +297,9 @@ class World:
             self.giving.discard((shard, offset))
             self.settled[shard].discard(offset)
         assert offset not in self.settled[shard], "what is settled does not come again"
-        assert offset not in self.returning[shard], "what is on its way back comes once its dead letter is gone"
+        assert offset not in self.returning[shard], (
+            "what is on its way back comes once its dead letter is gone"
+        )
         failures = self.failures[shard].get(offset, 0)
         assert attempt == failures + 1, (shard, offset, attempt, failures)
         assert attempt <= self.attempts_max
@@ -857,9 +859,7 @@ class DurableAgainstModel(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("least", [STEPS_LEAST, pytest.param(STEPS_LEAST_SLOW, marks=only_slow)])
-def test_thousands_of_steps_never_differ_from_the_model(
-    least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousands_of_steps_never_differ_from_the_model(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(returns, "RETRY_S_MIN", 0.001)
     monkeypatch.setattr(returns, "RETRY_S_MAX", 0.001)
     restarts_least = least // STEPS_FOR_A_RESTART
