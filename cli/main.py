@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import typer
 
 from cli.commands import LazyGroup, PipeClosed
-from cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL, exit_code
+from cli.exits import BY_SIGNAL, EXIT_FAILED, EXIT_HUNG_UP, EXIT_INTERRUPTED, exit_code
 from cli.form import DATA_FORMS, read_off
 from felix import __version__
 from felix.errors import Code, FelixError
@@ -171,8 +171,8 @@ def main(command: typer.Typer = app) -> None:
     # Python looks for cycles once more at its end, in everything that was imported: nothing of it has to be found.
     gc.freeze()
     if ended == EXIT_INTERRUPTED and ended_by != signal.SIGINT:
-        ended = EXIT_SIGNAL + ended_by
-    if ended == EXIT_SIGNAL + signal.SIGHUP:
+        ended = BY_SIGNAL + ended_by
+    if ended == EXIT_HUNG_UP:
         _flush_if_read()
     sys.exit(ended if isinstance(ended, int) else 0)
 

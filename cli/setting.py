@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 import felix
-from cli.exits import EXIT_SIGNAL
+from cli.exits import BY_SIGNAL
 from felix.collector import collector_paused
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, replace_file
@@ -161,7 +161,7 @@ class Stop(asyncio.Event):
     @property
     def exit_code(self) -> int:
         """Of a command that it has ended."""
-        return EXIT_SIGNAL + self.number
+        return BY_SIGNAL + self.number
 
 
 def stop_signals() -> Stop:
