@@ -12,7 +12,7 @@ import typer
 import felix
 from cli.exits import EXIT_NOT_FOUND
 from cli.output import counted, data_value, iso, out, print_json, table, write_data, write_json_line
-from cli.setting import IdentityOption, JsonOption, RegionOption, connect, read_file, run
+from cli.setting import IdentityOption, JsonOption, RegionOption, connect, read_file, reader_watched, run
 from cli.stream import copies_said, format_durability, parse_durability
 from felix.cache import Change, Entry
 from felix.cache_messages import CacheStats
@@ -401,7 +401,7 @@ async def _watch(
     printed = 0
     async with connect(region, identity) as client:
         watching = client.cache(name).watch(key=key or None, prefix=prefix, resume=resume or None)
-        async with watching:
+        async with reader_watched(), watching:
             async for change in watching:
                 _print_change(change, as_json)
                 printed += change.kind not in ("reset", "ready")

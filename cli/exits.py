@@ -17,6 +17,9 @@ EXIT_NOT_FOUND: Final = 7
 """Of caches: the key is not there, or not as it was expected."""
 EXIT_VERSION_1: Final = 13
 """Of the evidence: nothing is wrong, and records crossed in leaves of version 1 that were not accepted. As `audit.spark.report` has it."""
+BY_SIGNAL: Final = 128
+"""And the signal's number, as shells have it."""
+EXIT_HUNG_UP: Final = 129
 EXIT_INTERRUPTED: Final = 130
 EXIT_TERMINATED: Final = 143
 

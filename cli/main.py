@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import typer
 
 from cli.commands import LazyGroup, PipeClosed
-from cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, exit_code
+from cli.exits import BY_SIGNAL, EXIT_FAILED, EXIT_HUNG_UP, EXIT_INTERRUPTED, exit_code
 from cli.form import DATA_FORMS, read_off
 from felix import __version__
 from felix.errors import Code, FelixError
@@ -109,18 +109,28 @@ def _leave_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _flush_if_read() -> None:
+    """Standard output may be the terminal that has gone, or a file."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _leave_stdout()
+
+
 def main(command: typer.Typer = app) -> None:
     """Run a command line, `felix` where none is given. Every error that has a reason outside this program becomes a sentence and an exit code."""
-    is_terminated = False
+    ended_by = int(signal.SIGINT)
 
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        """SIGTERM ends a command as Ctrl-C does, so that it stops what it started."""
-        nonlocal is_terminated
-        is_terminated = True
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        """SIGTERM, and SIGHUP of a terminal that goes away, end a command as Ctrl-C does, so that it stops what it started."""
+        nonlocal ended_by
+        ended_by = number
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # What it was started to ignore stays ignored, as under nohup.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, terminate)
     try:
         ended = command(standalone_mode=False)
         sys.stdout.flush()
@@ -160,8 +170,10 @@ def main(command: typer.Typer = app) -> None:
         _leave_stdout()
     # Python looks for cycles once more at its end, in everything that was imported: nothing of it has to be found.
     gc.freeze()
-    if is_terminated and ended == EXIT_INTERRUPTED:
-        ended = EXIT_TERMINATED
+    if ended == EXIT_INTERRUPTED and ended_by != signal.SIGINT:
+        ended = BY_SIGNAL + ended_by
+    if ended == EXIT_HUNG_UP:
+        _flush_if_read()
     sys.exit(ended if isinstance(ended, int) else 0)
 
 

@@ -30,7 +30,7 @@ from cli.exits import UnwritableError
 from cli.form import chosen
 from cli.kinds import DATA_FIELDS, kind_of, name_in
 from felix.collector import collector_paused
-from felix.storage.port import is_full
+from felix.storage.port import has_failed, is_full
 from felix.visible import visible, visible_json
 
 if TYPE_CHECKING:
@@ -364,9 +364,9 @@ def progress(*, counted: bool = True) -> Progress:
 
 
 def note(text: str) -> None:
-    """A line on standard error; lost where that is a file on a full disk: no process ends for want of it."""
+    """A line on standard error; lost where that is a file on a full disk, or a terminal that has gone: no process ends for want of it."""
     try:
         err.print(text)
     except OSError as error:
-        if not is_full(error):
+        if not is_full(error) and not has_failed(error):
             raise

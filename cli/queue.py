@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +31,16 @@ from cli.output import (
     write_json_line,
 )
 from cli.publish import Summary, Tally, publish_lines
-from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
+from cli.setting import (
+    IdentityOption,
+    JsonOption,
+    RegionOption,
+    Stop,
+    connect,
+    reader_watched,
+    run,
+    stop_signals,
+)
 from cli.stream import Name, copies_said, format_durability, parse_durability, parse_retention
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
@@ -376,8 +387,13 @@ async def _consume(
             extend_for=int(Duration.parse(extend_for)) / 1000 if extend_for else None,
         )
 
+        commands = _Commands(command)
+        at_work: set[asyncio.Future[None]] = set()
+
         async def work() -> None:
             nonlocal done, failed, begun
+            me = asyncio.current_task()
+            assert me is not None
             while not stop.is_set() and not (count and begun >= count):
                 begun += 1
                 try:
@@ -393,10 +409,15 @@ async def _consume(
                     job.ack()
                     done += 1
                     continue
-                code, said = await asyncio.to_thread(_run_command, command, job)
+                at_work.add(me)
+                code, said = await asyncio.to_thread(commands.run, job)
+                at_work.discard(me)
                 if not code:
                     job.ack()
                     done += 1
+                elif stop.again.is_set():
+                    # Ended by whoever ended this: it says nothing of the job.
+                    job.release()
                 else:
                     failed += 1
                     why = f"exit code {code}{': ' if said else ''}{said}"
@@ -410,7 +431,7 @@ async def _consume(
                 if not state.ready and not state.leased and not consumer.buffered:
                     return
 
-        async with consumer:
+        async with reader_watched() if not command else nullcontext(), consumer:
             working = [asyncio.ensure_future(work()) for _ in range(workers if command else 1)]
             ends: list[asyncio.Future[Any]] = [
                 asyncio.ensure_future(stop.wait()),
@@ -418,7 +439,14 @@ async def _consume(
             ]
             if until_empty:
                 ends.append(asyncio.ensure_future(watch_empty()))
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if stop.is_set():
+                    await _finished(at_work, stop, commands)
+            except asyncio.CancelledError:
+                for task in (*ends, *working):
+                    task.cancel()
+                raise
             for task in (*ends, *working):
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception() or AssertionError
@@ -429,23 +457,66 @@ async def _consume(
     sys.stdout.flush()
     if command or not as_json:
         note(f"{_counted(done, 'job', 'jobs')} done, {failed:,} given back, {lost:,} lost to other workers")
+    if stop.is_set():
+        raise typer.Exit(stop.exit_code)
     if failed and not done:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _run_command(command: str, job: Job) -> tuple[int, str]:
-    """The command's exit code, and the end of what it said on standard error."""
-    environment = {
-        **os.environ,
-        "FELIX_JOB_ATTEMPTS": str(job.attempts),
-        "FELIX_JOB_SHARD": str(job.shard),
-        "FELIX_JOB_OFFSET": str(job.offset),
-        "FELIX_JOB_KEY": (job.key or b"").decode(errors="replace").replace("\0", ""),
-    }
-    done = subprocess.run(  # noqa: S602 - the user's own command line, as a shell reads it
-        command, shell=True, input=job.payload, stderr=subprocess.PIPE, env=environment, check=False
-    )
-    return done.returncode, done.stderr.decode(errors="replace").strip()[-400:]
+async def _finished(at_work: Iterable[asyncio.Future[None]], stop: Stop, commands: _Commands) -> None:
+    """Once the commands that run have ended, each for its job; a second signal ends them."""
+    waiting: set[asyncio.Future[Any]] = set(at_work)
+    if not waiting:
+        return
+    name = signal.Signals(stop.number).name
+    note(f"{name}: waiting for {counted(len(waiting), 'command')} to end; once more to end what runs")
+    again = asyncio.ensure_future(stop.again.wait())
+    while waiting and not again.done():
+        _, waiting = await asyncio.wait({*waiting, again}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.discard(again)
+    again.cancel()
+    if waiting:
+        commands.end()
+        await asyncio.wait(waiting)
+
+
+class _Commands:
+    """What `--exec` runs, for each job in a thread. In a session of its own, so that Ctrl-C reaches this process alone, which ends them if need be."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, job: Job) -> tuple[int, str]:
+        """The command's exit code, and the end of what it said on standard error."""
+        environment = {
+            **os.environ,
+            "FELIX_JOB_ATTEMPTS": str(job.attempts),
+            "FELIX_JOB_SHARD": str(job.shard),
+            "FELIX_JOB_OFFSET": str(job.offset),
+            "FELIX_JOB_KEY": (job.key or b"").decode(errors="replace").replace("\0", ""),
+        }
+        process = subprocess.Popen(  # noqa: S602 - the user's own command line, as a shell reads it
+            self._command,
+            shell=True,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        self._running.add(process)
+        try:
+            _, said = process.communicate(job.payload)
+        finally:
+            self._running.discard(process)
+        return process.returncode, said.decode(errors="replace").strip()[-400:]
+
+    def end(self) -> None:
+        """SIGTERM to all that run, and to what they have started."""
+        for process in tuple(self._running):
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
 
 
 @app.command()

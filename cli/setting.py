@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 import felix
+from cli.exits import BY_SIGNAL
 from felix.collector import collector_paused
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, replace_file
@@ -140,12 +141,37 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(work)
 
 
-def stop_signals() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM from now on. Create it before the process reports that it serves."""
-    stop = asyncio.Event()
+class Stop(asyncio.Event):
+    """Set once a signal has asked the process to end; `again` by the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = asyncio.Event()
+        self.number = 0
+        """of the first signal"""
+
+    def ask(self, number: int) -> None:
+        """A signal came."""
+        if self.is_set():
+            self.again.set()
+            return
+        self.number = number
+        self.set()
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that it has ended."""
+        return BY_SIGNAL + self.number
+
+
+def stop_signals() -> Stop:
+    """Set by SIGINT, SIGTERM, or SIGHUP of a terminal that goes away, from now on. Create it before the process reports that it serves."""
+    stop = Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.ask, number)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        loop.add_signal_handler(signal.SIGHUP, stop.ask, signal.SIGHUP)
     return stop
 
 

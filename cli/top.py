@@ -675,4 +675,5 @@ def _keys(stop: asyncio.Event) -> Iterator[None]:
         yield
     finally:
         loop.remove_reader(number)
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
+        with suppress(termios.error):  # it may have gone
+            termios.tcsetattr(number, termios.TCSADRAIN, before)

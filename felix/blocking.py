@@ -8,9 +8,11 @@ client begins and ends, iterators, and the publisher that gathers records in the
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar
 
@@ -21,7 +23,10 @@ from felix.notebook import Rows
 from felix.payload import MessageId, Payload, RecordKey, key_bytes, paired, payload_bytes, with_message_id
 from felix.publisher import Publisher
 from felix.publisher_core import PublishProgress, Receipt
+from felix.tasks import AGAIN_S, end_tasks
 
+LEAVE_S: Final = 1.0
+"""How long who is interrupted waits until what had come for him is kept: an event loop iteration."""
 STOP_TIMEOUT_S: Final = 5.0
 """How long `close` waits for the background thread."""
 
@@ -34,20 +39,28 @@ class Background:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._is_over = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="felix-sync", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.close()
+        try:
+            self.loop.run_forever()
+            self.loop.run_until_complete(_end_all())
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self._is_over = True
+            self.loop.close()
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Not asked of the thread: Python takes one for ended whose `is_alive` is interrupted. A child of `os.fork` has no such thread."""
+        return not self._is_over and self._process == os.getpid()
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it on the loop and wait. Raises what it raises."""
+    def call(self, work: Coroutine[Any, Any, T], *, unheard: Callable[[T], object] | None = None) -> T:
+        """Run it on the loop and wait. Raises what it raises. `unheard` is called, on the loop, with a result that comes as the caller is interrupted."""
         try:
             if threading.current_thread() is self._thread or _loop_would_wait():
                 raise RequestError(
@@ -55,16 +68,47 @@ class Background:
                     code=Code.STATE,
                     hint="Use `felix.connect` there, with await.",
                 )
-            if not self._thread.is_alive():
+            if not self.is_alive:
                 raise RequestError("This client is closed.", code=Code.STATE)
         except RequestError:
             work.close()
             raise
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        come: list[T] = []
+        has_left = False
+        task: asyncio.Task[T] | None = None
+        told = threading.Event()
+
+        async def carry_out() -> T:
+            nonlocal task
+            if has_left:
+                work.close()
+                raise asyncio.CancelledError
+            task = asyncio.current_task()
+            result = await work
+            if has_left and unheard is not None:
+                unheard(result)
+            come.append(result)
+            return result
+
+        def leave() -> None:
+            nonlocal has_left
+            has_left = True
+            if task is not None:
+                task.cancel()
+            if unheard is not None:
+                for result in come:
+                    unheard(result)
+            told.set()
+
         try:
-            return future.result()
+            # Interrupted in here, too, it may be on its way already.
+            return asyncio.run_coroutine_threadsafe(carry_out(), self.loop).result()
         except BaseException:
-            future.cancel()
+            if task is not None and task.done() and not come:
+                raise  # what it raised itself
+            with suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(leave)
+                told.wait(LEAVE_S)
             raise
 
     def run(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
@@ -101,12 +145,26 @@ class Background:
             await made.open()
             return made  # type: ignore[no-any-return]
 
-        return self.call(make())
+        def close(made: Any) -> None:
+            self.loop.create_task(_closed(made))
+
+        return self.call(make(), unheard=close)
 
     def stop(self) -> None:
-        if self._thread.is_alive():
+        if self.is_alive:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(STOP_TIMEOUT_S)
+
+
+async def _end_all() -> None:
+    """What was given up, as by Ctrl-C while it connected, is cancelled already and has still to end; all else is cancelled."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        if not task.cancelling():
+            task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=AGAIN_S)
+    await end_tasks(*left)
 
 
 def _loop_would_wait() -> bool:
@@ -413,36 +471,74 @@ class GatheringPublisher(Blocking[Publisher]):
 
 
 class RecordIterator(_Closing[subscription.Subscription]):
-    """An iterator of records; one batch is fetched from the background loop at a time. One thread at a time."""
+    """An iterator of records; one batch is fetched from the background loop at a time. One thread at a time.
 
-    __slots__ = ()
+    What comes as the caller is interrupted (Ctrl-C) is what the next call gives.
+    """
+
+    __slots__ = ("_unheard",)
+
+    def __init__(self, background: Background, inner: subscription.Subscription) -> None:
+        super().__init__(background, inner)
+        self._unheard: subscription.ReceivedBatch | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Record:
         while (record := self._inner._next_in_hand()) is None:
-            self._inner._hold(self.next_batch())
+            self._hold_next(None)
         return record
+
+    def _hold_next(self, timeout_s: float | None) -> None:
+        async def hold() -> None:
+            if self._inner._records is not None:
+                return  # it came as an earlier call was interrupted
+            async with asyncio.timeout(timeout_s):
+                self._inner._hold(await self._inner.next_batch())
+
+        self._background.call(hold())
 
     def batches(self) -> Iterator[subscription.ReceivedBatch]:
         """Whole batches: the cheapest way per record."""
-        found = self._inner.batches()
 
         async def take() -> subscription.ReceivedBatch | None:
-            return await anext(found, None)
+            kept = self._kept()
+            if kept is not None:
+                return kept
+            try:
+                return await self._inner._next_or_stop()
+            except StopAsyncIteration:
+                return None
 
-        while (batch := self._background.call(take())) is not None:
+        while (batch := self._background.call(take(), unheard=self._keep)) is not None:
             yield batch
+
+    def _keep(self, batch: subscription.ReceivedBatch | None) -> None:
+        """On the loop: this one was given to nobody."""
+        if batch is not None:
+            self._unheard = batch
+            self._inner._hold(batch)  # so that `positions` do not count it
+
+    def _kept(self) -> subscription.ReceivedBatch | None:
+        """What was kept, where none of its records was given out since."""
+        batch, self._unheard = self._unheard, None
+        if batch is None or self._inner._records is None or self._inner._given is not None:
+            return None
+        self._inner._records = None
+        return batch
 
     def next_batch(self, timeout_s: float | None = None) -> subscription.ReceivedBatch:
         """The next batch. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
 
         async def fetch() -> subscription.ReceivedBatch:
+            kept = self._kept()
+            if kept is not None:
+                return kept
             async with asyncio.timeout(timeout_s):
                 return await self._inner.next_batch()
 
-        return self._background.call(fetch())
+        return self._background.call(fetch(), unheard=self._keep)
 
     def take(self, records: int, timeout_s: float | None = None) -> Rows[Record]:
         """The next `records` records; fewer where the next batch did not come within `timeout_s` seconds (None: waits)."""
@@ -452,7 +548,7 @@ class RecordIterator(_Closing[subscription.Subscription]):
                 found.append(record)
                 continue
             try:
-                self._inner._hold(self.next_batch(timeout_s))
+                self._hold_next(timeout_s)
             except TimeoutError:
                 break
         return found
@@ -466,29 +562,32 @@ class RecordIterator(_Closing[subscription.Subscription]):
 class ChangeIterator(_Closing[cache.Watch]):
     """An iterator of changes; one message is fetched from the background loop at a time. One thread at a time."""
 
-    __slots__ = ("_changes",)
-
-    def __init__(self, background: Background, inner: cache.Watch) -> None:
-        super().__init__(background, inner)
-        self._changes: Iterator[cache.Change] = iter(())
+    __slots__ = ()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> cache.Change:
-        for change in self._changes:
-            return change
-        self._changes = iter(self.changes())
-        return next(self._changes)
+        async def hold() -> None:
+            if not self._inner._in_hand:  # else it came as an earlier call was interrupted
+                await self._inner._hold_next()
+
+        while (change := self._inner._next_in_hand()) is None:
+            self._background.call(hold())
+        return change
 
     def changes(self, timeout_s: float | None = None) -> list[cache.Change]:
         """The changes of the next message. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
 
+        before: cache.Position | None = None
+
         async def fetch() -> list[cache.Change]:
+            nonlocal before
+            before = self._inner.position
             async with asyncio.timeout(timeout_s):
                 return await self._inner.changes()
 
-        return self._background.call(fetch())
+        return self._background.call(fetch(), unheard=lambda found: self._inner._hold(found, before))
 
 
 class BlockingMirror(_Closing[cache.Mirror]):
@@ -525,7 +624,8 @@ class JobIterator(_Closing[queue.QueueConsumer]):
             async with asyncio.timeout(timeout_s):
                 return await anext(self._inner, None)
 
-        return self._background.call(fetch())
+        # What nobody has seen is given back at once.
+        return self._background.call(fetch(), unheard=lambda job: job and job.release())
 
 
 class BlockingJob(Blocking[queue.Job]):
@@ -543,9 +643,13 @@ class BlockingJob(Blocking[queue.Job]):
 
 
 class BlockingConsumer(_Closing[consumer.Consumer]):
-    """A consumer of a durable subscription. One thread at a time iterates."""
+    """A consumer of a durable subscription. One thread at a time iterates. What comes as the caller is interrupted is what the next call gives."""
 
-    __slots__ = ()
+    __slots__ = ("_unheard",)
+
+    def __init__(self, background: Background, inner: consumer.Consumer) -> None:
+        super().__init__(background, inner)
+        self._unheard: consumer.ConsumerRecord | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -566,10 +670,18 @@ class BlockingConsumer(_Closing[consumer.Consumer]):
         """The next record; None once the consumer is closed. Raises TimeoutError where none came within `timeout_s` seconds."""
 
         async def take() -> consumer.ConsumerRecord | None:
+            kept, self._unheard = self._unheard, None
+            if kept is not None and self._inner._is_current(kept.shard, kept.generation):
+                self._inner._cursor.record = kept
+                return kept
             async with asyncio.timeout(timeout_s):
                 return await anext(self._inner, None)
 
-        return self._background.call(take())
+        return self._background.call(take(), unheard=self._keep)
+
+    def _keep(self, record: consumer.ConsumerRecord | None) -> None:
+        """On the loop: this one was given to nobody, and does not count as handed out."""
+        self._unheard, self._inner._cursor.record = record, None
 
     def batches(self) -> Iterator[consumer.ConsumerBatch]:
         """Whole batches: the cheapest way per record. With `ack="auto"` the one before counts as done."""
@@ -578,7 +690,12 @@ class BlockingConsumer(_Closing[consumer.Consumer]):
         async def take() -> consumer.ConsumerBatch | None:
             return await anext(found, None)
 
-        while (batch := self._background.call(take())) is not None:
+        def keep(batch: consumer.ConsumerBatch | None) -> None:
+            self._inner._cursor.batch = None
+            if batch is not None:
+                self._inner._parts.appendleft(batch)
+
+        while (batch := self._background.call(take(), unheard=keep)) is not None:
             yield batch
 
     @property

@@ -465,6 +465,9 @@ class Watch:
         self._began = resume is not None
         self._ahead: dict[bytes, int] = {}
         self._changes: Iterator[Change] = iter(())
+        self._in_hand = False
+        """Changes of the newest message are given out one by one; `_in_hand_position` is where a resume goes on behind the last of them that was."""
+        self._in_hand_position: Position | None = None
 
     # -- an iterator -----------------------------------------------------------------------------------
 
@@ -507,20 +510,38 @@ class Watch:
 
     async def __anext__(self) -> Change:
         while True:
-            for change in self._changes:
+            if (change := self._next_in_hand()) is not None:
                 return change
             try:
-                self._changes = iter(await self._next_event())
+                await self._hold_next()
             except UnavailableError:
                 if self._is_closed:
                     raise StopAsyncIteration from None
                 raise
+
+    def _next_in_hand(self) -> Change | None:
+        """The next change of those that are given out one by one; None where there is no more. For `felix.sync`."""
+        for change in self._changes:
+            self._in_hand_position = change.position
+            return change
+        self._in_hand = False
+        return None
+
+    async def _hold_next(self) -> None:
+        """Give the changes of the next message out one by one. For `felix.sync`."""
+        before = self.position
+        found = await self._next_event()
+        self._hold(found, before)
+
+    def _hold(self, changes: list[Change], before: Position | None) -> None:
+        self._changes, self._in_hand, self._in_hand_position = iter(changes), bool(changes), before
 
     async def changes(self) -> list[Change]:
         """The changes of the next message; at least one. For who takes many."""
         found = list(self._changes)
         while not found:
             found = await self._next_event()
+        self._in_hand = False
         return found
 
     @property
@@ -531,6 +552,9 @@ class Watch:
     @property
     def position(self) -> Position | None:
         """Where to resume after the last change given out; None while the initial state is being delivered."""
+        return self._in_hand_position if self._in_hand else self._reached_position()
+
+    def _reached_position(self) -> Position | None:
         if not self._at_resumable:
             return None
         return Position(self._at_incarnation, dict(self._at), dict(self._at_epochs))
@@ -596,7 +620,7 @@ class Watch:
             case wire.Ready():
                 self._ahead.clear()
                 was_ready, self._ready, self._at_resumable = self._ready, True, True
-                return [] if was_ready else [Change("ready", position=self.position)]
+                return [] if was_ready else [Change("ready", position=self._reached_position())]
             case _Opened(incarnation, skew_ms, epochs):
                 self._at_incarnation, self.skew_ms = incarnation, skew_ms
                 self._at_link_epochs = epochs

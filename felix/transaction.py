@@ -282,7 +282,8 @@ class Transaction:
             self._require_open()
         number = self._route(name, target, record, shard)
         accumulator = self._accumulators.setdefault((name, number), _Accumulator())
-        if accumulator.records and (
+        # Asked again each time: other tasks may have filled the next one meanwhile.
+        while accumulator.records and (
             accumulator.bytes + size > STAGE_BYTES or len(accumulator.records) >= RECORDS_MAX
         ):
             await self._stage(name, number, target)
@@ -307,8 +308,10 @@ class Transaction:
         return self._unkeyed.setdefault(name, self.id[0] % target.shards)
 
     async def _stage(self, name: StreamName, shard: int, target: _Target) -> None:
-        accumulator = self._accumulators.pop((name, shard))
+        accumulator = self._accumulators[name, shard]
         data = encode_batch(accumulator.records, shard=shard, compress=self._compress).encode()
+        # Only now: what cannot be encoded keeps the transaction from being committed without it.
+        del self._accumulators[name, shard]
         self._waiting.append(
             _Waiting(
                 lambda index: Stage(self.id, index, str(name), target.incarnation, data), accumulator.handles

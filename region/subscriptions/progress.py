@@ -708,6 +708,8 @@ class Progress:
         for first, following in ranges:
             for each in self.settled.missing(max(first, self.committed), following):
                 self._take_back(*each)
+                # At replay: it was with the owner as it was given back, and the journal says of that only as it fails.
+                self._returning.remove(*each)
                 self._waiting.setdefault(kind, RangeSet()).add(*each)
 
 

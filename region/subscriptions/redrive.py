@@ -188,6 +188,7 @@ class Redrive:
         if refused is not None:
             raise refused.with_traceback(None)
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        over.add_done_callback(_heard)  # also where nobody waits for it any more
         gather = Gather(resolving(over))
         for number in sorted({letter.shard for letter in letters}):
             free = self._free(found, shard, [each for each in letters if each.shard == number], page)
@@ -237,6 +238,11 @@ class Redrive:
                 seen.add(letter.offset)
                 free.append(letter)
         return free
+
+
+def _heard(over: asyncio.Future[None]) -> None:
+    if not over.cancelled():
+        over.exception()
 
 
 def _on_their_way(found: DurableSubscription) -> UnavailableError:

@@ -36,6 +36,8 @@ from region.folder import RegionFolder
 
 REGION = "us-east"
 STREAM = "acme/ops/careless"
+CACHE = "acme/ops/careless-cache"
+QUEUE = "acme/ops/careless-queue"
 
 
 class Home(NamedTuple):
@@ -72,6 +74,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     home.felix("region", "up", REGION, "--detach")
     try:
         home.felix("stream", "create", STREAM, "--shards", "2")
+        home.felix("cache", "create", CACHE)
+        home.felix("queue", "create", QUEUE)
         home.felix(
             "stream", "publish", STREAM, "--key-field", "flight", stdin=b'{"flight": 1}\n{"flight": "x"}\n'
         )
@@ -364,7 +368,9 @@ def test_a_record_that_is_too_large_is_refused_and_nothing_at_all_is_no_mistake(
     assert home.felix("stream", "publish", STREAM, "--json").json()["records"] == 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_ctrl_c_and_a_request_to_end_end_a_subscription_quietly(
     home: Home, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -393,6 +399,88 @@ def test_a_reader_that_leaves_first_is_no_failure(home: Home, words: str) -> Non
         capture_output=True, env=environment(home.path), cwd=ROOT, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [f"stream subscribe {STREAM}", f"cache watch {CACHE}", f"queue consume {QUEUE}"]
+)
+def test_a_reader_that_leaves_while_nothing_comes_is_noticed(home: Home, words: str) -> None:
+    process = subprocess.Popen(
+        command(*words.split()), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(home.path), cwd=ROOT
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    if words.startswith("cache"):
+        assert process.stdout.readline() == b"ready\n"
+    process.stdout.close()
+    try:
+        assert (process.wait(timeout=120), process.stderr.read()) == (0, b"")
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    "words", [f"stream subscribe {STREAM} --from earliest", f"queue consume {QUEUE}-printed"]
+)
+def test_a_terminal_that_goes_away_ends_a_command(home: Home, words: str) -> None:
+    if words.startswith("queue"):
+        home.felix("queue", "create", f"{QUEUE}-printed")
+        home.felix("queue", "put", f"{QUEUE}-printed", "first")
+    number, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _AT_A_TERMINAL, *command(*words.split())],
+        stdin=terminal, stdout=terminal, stderr=terminal, env=environment(home.path), cwd=ROOT, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    assert os.read(number, 1)
+    os.close(number)
+    try:
+        assert process.wait(timeout=120) == 129
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_command_that_runs_for_a_job_ends_before_its_worker(
+    home: Home, tmp_path: Path, signals: int
+) -> None:
+    """Asked again, the worker ends it, and gives the job back: that says nothing of the job."""
+    queue, begun, goes_on = f"{QUEUE}-{signals}", tmp_path / "begun", tmp_path / "goes-on"
+    home.felix("queue", "create", queue)
+    home.felix("queue", "put", queue, "first")
+    process = subprocess.Popen(
+        command("queue", "consume", queue, "--exec", f"touch {begun}; until [ -e {goes_on} ]; do sleep 0.05; done"),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(home.path), cwd=ROOT,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        until(begun.exists, "the command")
+        process.send_signal(signal.SIGTERM)
+        assert b"waiting for 1 command to end" in process.stderr.readline()
+        if signals == 2:
+            process.send_signal(signal.SIGTERM)
+        else:
+            goes_on.touch()
+        assert process.wait(timeout=120) == 143
+        assert (b"1 job done" in process.stderr.read()) == (signals == 1)
+    finally:
+        goes_on.touch()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    state = home.felix("queue", "describe", queue, "--json").json()
+    assert (state["acked"], state["ready"], state["leased"]) == ((1, 0, 0) if signals == 1 else (0, 1, 0))
+
+
+_AT_A_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""The terminal is this process's own."""
 
 
 def test_output_that_cannot_be_written_is_said(home: Home) -> None:

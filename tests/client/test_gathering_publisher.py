@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -219,3 +220,52 @@ def test_what_stays_collected_behind_a_record_that_cannot_be_lingers_no_longer()
                 break
             threading.Event().wait(0.01)
         assert inner.given == [b"%d" % number for number in range(9) if number != 3]
+
+
+def test_what_is_given_up_has_ended_once_the_thread_stops() -> None:
+    """As where Ctrl-C comes while it connects: a task that is left behind is a warning on the terminal."""
+    background = Background()
+    ended = threading.Event()
+
+    async def connect() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    waiting = asyncio.run_coroutine_threadsafe(connect(), background.loop)
+    background.run(lambda: None)
+    waiting.cancel()
+    background.stop()
+    assert ended.is_set() and not background.is_alive
+
+
+@pytest.mark.parametrize("when", ["as it comes", "once it has come"])
+def test_what_comes_as_the_caller_is_interrupted_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    background = Background()
+    heard: list[str] = []
+    goes_on = threading.Event()
+
+    async def take() -> str:
+        if when == "as it comes":
+            # The cancellation comes in the event loop iteration in which it ends.
+            asyncio.get_running_loop().call_soon(goes_on.set)
+        return "record"
+
+    def interrupted(future: Any, timeout: float | None = None) -> Any:
+        if when == "once it has come":
+            concurrent.futures.wait([future])
+        raise KeyboardInterrupt
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(concurrent.futures.Future, "result", interrupted)
+            background.call(take(), unheard=heard.append)
+        background.run(lambda: None)
+        # Where it had not begun, it is cancelled and gives nothing.
+        assert heard == ["record"] or (when == "as it comes" and not goes_on.is_set())
+    finally:
+        background.stop()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from felix.batch import decode_batch, decode_records
 from felix.consumer import ConsumerRecord
 from felix.errors import RequestError
 from felix.transaction import STAGE_BYTES, Transaction
@@ -85,6 +87,44 @@ async def test_what_is_published_while_another_task_commits_is_committed_with_it
         offsets = await commit
         assert (await publish).offset in offsets and len(offsets) == 3
     assert broker.committed == len(broker.staged) == 3
+
+
+@pytest.mark.parametrize(("tasks", "size"), [(6, 600_000), (4, 1_000_000), (9, 200_000)])
+async def test_what_many_tasks_publish_at_once_is_staged_in_batches_that_fit(tasks: int, size: int) -> None:
+    broker, transaction = await begun()
+    publishing = [
+        asyncio.ensure_future(transaction.publish(ORDERS, bytes([n]) * size, shard=0)) for n in range(tasks)
+    ]
+    await settled()
+    broker.goes_on.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*publishing)
+        with suppress(IndexError):  # this broker knows no offsets of a batch's later records
+            await transaction.commit()
+    staged = [
+        bytes(record.payload)
+        for part in broker.staged
+        if isinstance(part, Stage)
+        for record in decode_records(decode_batch(part.batch))
+    ]
+    assert sorted(staged) == [bytes([n]) * size for n in range(tasks)]
+
+
+async def test_what_cannot_be_staged_keeps_the_rest_from_being_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broker, transaction = await begun()
+    broker.goes_on.set()
+    await transaction.publish(ORDERS, b"one", shard=0)
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise RequestError("It cannot be encoded.")
+
+    monkeypatch.setattr("felix.transaction.encode_batch", refuse)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="cannot be encoded"):
+            await transaction.commit()
+    assert broker.committed is None
 
 
 async def test_what_is_acknowledged_while_another_task_commits_is_committed_with_it() -> None:

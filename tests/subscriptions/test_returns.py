@@ -27,7 +27,7 @@ from region.subscriptions.entries import (
     decode,
     encode,
 )
-from region.subscriptions.progress import Progress
+from region.subscriptions.progress import Progress, Redelivered
 from region.subscriptions.returns import Returns
 
 BILLING = bytes(8)
@@ -179,6 +179,29 @@ async def test_what_was_settled_on_its_way_back_is_so_in_a_journal_that_is_writt
         life.progress.committed,
         life.progress.settled,
     )
+
+
+async def test_what_was_with_its_owner_as_it_was_given_back_and_failed_is_delivered_once_after_a_restart() -> (
+    None
+):
+    """A seek had brought it already; its dead letter cannot be taken out meanwhile."""
+    life = Life(random.Random(7), [encode(Moved(BILLING, 0))], set(), refuses=False)
+    life.progress.assign(1)
+    life.progress.delivered(0, 10, 0)
+    life.progress.take_back([5])
+    life.returns.begin(Returning(BILLING, "acme/ops/orders.dead", bytes(16), 0, [0], [5]), ignore)
+    life.sync()
+    life.journal += map(encode, life.progress.nack([(5, 6)], 0, "no", 0))
+    life.returns.stop()
+    after = Life(random.Random(7), life.journal, set(), refuses=False)
+    after.returns.stop()
+    after.progress.assign(1)
+    after.progress.delivered(0, 10, 10)
+    assert after.progress.again(10) == [Redelivered(2, [(5, 6)])]
+    after.progress.redelivered(0, 10, 10)
+    assert not after.progress.is_taken(5)
+    after.progress.returned([5])
+    assert not after.progress.is_back and after.progress.again(10) == []
 
 
 def test_records_that_their_log_lost_keep_their_dead_letters() -> None:
