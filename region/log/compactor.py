@@ -147,7 +147,7 @@ class Compactor:
             finally:
                 self._files.remove(_aside(written.path))
             if not exchanged:
-                # Retention took them in the meantime.
+                # Retention took them in the meantime, or they are in a store: the stream is offloaded by now.
                 return None
         self._save(msgspec.structs.replace(state, clean_to=scan_end))
         return CompactionReport(

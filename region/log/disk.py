@@ -614,10 +614,11 @@ class DiskLog:
     def replace_segments(self, old: Sequence[SegmentState], new: SegmentState, aside: Path) -> bool:
         """Let `new`, which is whole and synced under the name `aside`, take the place of consecutive segments.
 
-        False, with nothing changed, where these are no longer all there. `new` has its index in it.
+        False, with nothing changed, where these are no longer all there, or copies of them are in a store since: what is read of a segment in a
+        store is what was uploaded. `new` has its index in it.
         """
         at = self._segments.position_of(old)
-        if at is None:
+        if at is None or any(one.remote is not None for one in old):
             return False
         segments = self._segments.now
         assert new.index is not None and new.base_offset == old[0].base_offset

@@ -456,6 +456,14 @@ class _Recovery:
                     f"the segment that begins at offset {mark.segment} is missing",
                 )
         if not paths:
+            if OFFLOADED_NAME in self.names:
+                raise damaged(
+                    self.folder / OFFLOADED_NAME,
+                    0,
+                    0,
+                    "it names what of the log is in a store, and no segment is here: the log was lost, or is being restored. `felix log restore` "
+                    "brings it back, also where it was broken off",
+                )
             return Recovered([], report=RecoveryReport(epochs_rebuilt=True))
         segments = self._closed_segments(paths)
         state, annotations = self.last(paths[-1], mark, segments[-1] if segments else None)
