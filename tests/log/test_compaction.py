@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from log.building import (
+    IDENTITY,
     FailingFiles,
     append,
     batch_of,
@@ -46,13 +48,16 @@ from region.log.compaction import (
     is_due,
     judge,
 )
+from region.log.compactor import Compactor, PassSettings
 from region.log.disk import DiskLog
 from region.log.frame import Frame
+from region.log.offload import Offloaded
 from region.log.point import LogPoint
 from region.log.producer_snapshots import PRODUCERS_NAME
 from region.log.segment import parse_segment_name
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.log.verify import verify_shard
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)
 KEYS = [b"a", b"b", b"c", b"d", b"e"]
@@ -259,6 +264,53 @@ def test_a_batch_cut_out_of_a_compacted_segment_is_damage(tmp_path: Path) -> Non
     path.write_bytes(data[:second] + data[third:])
     with pytest.raises(CorruptionError):
         open_disk(tmp_path)
+
+
+@pytest.mark.parametrize("at", [2, 4, 12, 22])
+def test_what_went_to_a_store_during_a_pass_stays_as_it_is(tmp_path: Path, at: int) -> None:
+    """The stream was altered meanwhile, from one to the other: what the store has is what the log is there."""
+    log = open_disk(tmp_path, limits=SegmentLimits(segment_bytes_max=600))
+    for number in range(10):
+        append(log, keyed((b"k", b"%d" % number * 100)))
+    log.limits = LIMITS
+    calls = 0
+
+    def pace() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            entries = [
+                Offloaded(
+                    f"memory://x/{one.base_offset}",
+                    one.header.encode(),
+                    one.next_offset,
+                    one.segment_bytes,
+                    0,
+                    "",
+                )
+                for one in log.segments[1:4]
+                if not one.generation
+            ]
+            log.follow_offloaded(entries, log.end_offset)
+
+    Compactor(
+        log,
+        DiskFiles(),
+        PassSettings(10**6, 0, 1_000, log.end_offset),
+        seal=masked,
+        open_batch=masked,
+        writer=nullcontext(),
+        pace=pace,
+    ).run(b"", ())
+    named = {one.base_offset for one in log.offload.segments}
+    assert {one.base_offset for one in log.segments if one.remote} == named
+    found = [bytes(one.payload) for one in held(log)]
+    log.close()
+    assert verify_shard(tmp_path, IDENTITY).is_whole
+    log = open_disk(tmp_path, limits=LIMITS)
+    assert [bytes(one.payload) for one in held(log)] == found
+    assert all(not one.generation for one in log.segments if one.remote)
+    log.close()
 
 
 def test_a_compacted_log_cannot_be_cut_where_it_was_compacted(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -54,7 +55,15 @@ from region.log.offload import (
     encode_manifest,
     object_url,
 )
-from region.log.offloader import FetchedCache, Offloader, Throttle, check_object, fetch, restore_shard
+from region.log.offloader import (
+    FetchedCache,
+    History,
+    Offloader,
+    Throttle,
+    check_object,
+    fetch,
+    restore_shard,
+)
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
 from region.log.verify import verify_shard
@@ -367,6 +376,110 @@ def test_epochs_that_a_long_history_forgot_leave_no_segment_out(tmp_path: Path, 
     shutil.rmtree(tmp_path)
     restored = restore_shard(place, tmp_path, IDENTITY, DiskFiles(), tag)
     assert (restored.start, restored.end) == (0, end)
+
+
+def test_a_restoration_that_was_broken_off_is_done_again_and_no_log_begins_beside_it(tmp_path: Path) -> None:
+    place, folder = f"file://{tmp_path}/store", tmp_path / "shard"
+    log = filled(folder)
+    offload(log, place)
+    wanted, end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    refused = 0
+    for calls in range(100):
+        shutil.rmtree(folder)
+        with suppress(Crash):
+            restore_shard(place, folder, IDENTITY, CrashingFiles(calls), tag)
+            break
+        if any(folder.glob("*.seg")):
+            open_disk(folder, limits=SMALL).close()
+        elif (folder / OFFLOADED_NAME).exists():
+            refused += 1
+            assert not verify_shard(folder, IDENTITY).is_whole
+            with pytest.raises(CorruptionError, match="felix log restore"):
+                open_disk(folder, limits=SMALL)
+            restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+            again = open_disk(folder, limits=SMALL)
+            assert read_all(again) == wanted[:end]
+            again.close()
+    assert refused > 4
+
+
+def test_a_log_that_was_begun_anew_writes_over_nothing_of_the_one_before(tmp_path: Path, place: str) -> None:
+    """A broker began where the folder was lost, before anybody restored it."""
+    folder = tmp_path / "shard"
+    log = filled(folder)
+    offload(log, place, epochs=(EpochStart(7, 0),))
+    wanted, end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(folder)
+    log = filled(folder, 12)
+    offload(log, place, epochs=(EpochStart(9, 0),))
+    newer, newer_end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(folder)
+    with pytest.raises(RequestError, match="no history of epoch 8") as unknown:
+        restore_shard(place, folder, IDENTITY, DiskFiles(), tag, epoch=8)
+    assert "9, 7" in (unknown.value.hint or "") and not folder.exists()
+    restored = restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    assert (restored.history, restored.others) == (History(9, newer_end), (History(7, end),))
+    log = open_disk(folder, limits=SMALL)
+    assert read_all(log) == newer[:newer_end]
+    log.close()
+    shutil.rmtree(folder)
+    restored = restore_shard(place, folder, IDENTITY, DiskFiles(), tag, epoch=7)
+    assert (restored.history, restored.others) == (History(7, end), (History(9, newer_end),))
+    log = open_disk(folder, limits=SMALL)
+    assert read_all(log) == wanted[:end]
+    assert log.epochs.current > 9, "no epoch is given twice, whichever history goes on"
+    log.close()
+
+
+def test_what_a_restored_log_goes_on_from_stays_in_the_store_until_it_is_there_anew(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shard"
+    log = filled(folder)
+    offload(log, place, epochs=(EpochStart(7, 0),))
+    wanted, end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(folder)
+    restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    log = open_disk(folder, limits=SMALL)
+    append(log, b"goes on")
+    log.roll(1_000)
+    append(log, b"too young")
+    history = (EpochStart(7, 0), EpochStart(8, end))
+    with failing(monkeypatch, "put_file"):
+        for _ in range(3):
+            with pytest.raises(UnavailableError):
+                offload(log, place, epochs=history)
+    log.close()
+    shutil.rmtree(folder)
+    restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    log = open_disk(folder, limits=SMALL)
+    assert read_all(log) == wanted[:end]
+    append(log, b"goes on")
+    log.roll(1_000)
+    for _ in range(2):
+        offload(log, place, epochs=history)
+    known = {url.rpartition("/")[2] for url in log.offload.urls}
+    assert {name.removesuffix(".json") for name in store.list_names(place)} == known
+    log.close()
+
+
+def test_an_upload_that_was_broken_off_and_begins_again_is_not_deleted(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    offloader = Offloader(log, DiskFiles(), place, 0, writer=nullcontext(), pace=store.no_pace, tag=tag)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "digest_of", lambda *_: store.Digest(0, ""))
+        with pytest.raises(UnavailableError):
+            offload(log, place)
+    offloader.give_up()
+    assert len(log.offload.pending_deletion) == 1 and not log.offload.begun
+    for _ in range(2):
+        offload(log, place)
+    assert not log.offload.pending_deletion
+    assert len(read_all(log)) == 30
 
 
 def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None:
@@ -837,6 +950,22 @@ async def test_deleting_a_stream_deletes_its_objects_and_nothing_else_does(
     await asyncio.to_thread(directory.retry_deletions)
     await directory.close()
     assert store.list_names(base) == [] and not deleted.exists()
+
+
+async def test_an_object_that_a_broken_upload_left_goes_once_the_stream_is_not_offloaded_any_more(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, place) as shard:
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40))
+        with failing(monkeypatch, "put_bytes"), pytest.raises(UnavailableError):
+            await shard.offload(0, place)
+        assert len(store.list_names(place)) == 1
+        shard.alter(replace(shard.settings, offload=None))
+        for now_ms in (10**6, 2 * 10**6):
+            if shard.offload_due(now_ms):
+                await shard.offload(now_ms, "")
+        assert store.list_names(place) == [] and not shard.offload_due(3 * 10**6)
 
 
 async def test_closing_ends_an_upload(tmp_path: Path, place: str) -> None:
