@@ -15,7 +15,8 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -751,6 +752,11 @@ class DiskLog:
         entry, segments = segment.remote, self._segments.now
         if entry is None or segment not in segments[:-1]:
             return
+        untold = self._untold_producers(segment.next_offset)
+        if untold:
+            with _unless_full():
+                self.save_producers(untold, segment.next_offset)
+                untold = b""
         if _same_places(segment, entry) and read_file(self._files, segment.index_path) is None:
             write_index(self._files, segment.index_path, self._reader.index(segment).encode())
         at = segments.index(segment)
@@ -758,7 +764,17 @@ class DiskLog:
         self._segments.now = (*segments[:at], there, *segments[at + 1 :])
         self._forget_beside(segment, entry)
         self._files.remove(segment.path)
+        if untold:
+            # On a full disk it is more urgent that something goes; then there may be room.
+            with _unless_full():
+                self.save_producers(untold, segment.next_offset)
         self._files.sync_folder(self.folder)
+
+    def _untold_producers(self, end: int) -> bytes:
+        """A snapshot of what stands below `end`, where none tells it: a start fetches nothing to know the producers. One is written after each roll, unless
+        a crash or a full disk comes before it."""
+        known = self._snapshots.newest()
+        return b"" if known is not None and known[1] >= end else self.producers_at(end).encode(end)
 
     def _forget_beside(self, segment: SegmentState, entry: Offloaded) -> None:
         """The bytes of a segment are this object's from now on: what was made of others goes."""
@@ -885,3 +901,13 @@ class DiskLog:
 def _same_places(segment: SegmentState, entry: Offloaded) -> bool:
     """Whether entries stand at the same bytes in both files, so that an index of one is the other's."""
     return (segment.start, segment.segment_bytes) == (len(entry.header), entry.segment_bytes)
+
+
+@contextmanager
+def _unless_full() -> Iterator[None]:
+    """What is done here may be left undone for want of room."""
+    try:
+        yield
+    except OSError as error:
+        if not lacks_resources(error):
+            raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -64,6 +65,7 @@ from region.log.offloader import (
     fetch,
     restore_shard,
 )
+from region.log.producer_snapshots import SNAPSHOT_SUFFIX
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
 from region.log.verify import verify_shard
@@ -966,6 +968,45 @@ async def test_an_object_that_a_broken_upload_left_goes_once_the_stream_is_not_o
             if shard.offload_due(now_ms):
                 await shard.offload(now_ms, "")
         assert store.list_names(place) == [] and not shard.offload_due(3 * 10**6)
+
+
+@pytest.mark.parametrize("how", ["killed", "full"])
+async def test_a_repeated_batch_is_known_where_its_segment_went_to_the_store_before_anybody_wrote_its_producer_down(
+    tmp_path: Path, place: str, how: str
+) -> None:
+    """The snapshot that follows each roll was not written: the process was killed between the two, or the disk had no room."""
+
+    class WithoutSnapshots(DiskFiles):
+        is_full = True
+
+        def open(self, path: Path, flags: int) -> int:
+            if self.is_full and flags & os.O_CREAT and SNAPSHOT_SUFFIX in path.name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().open(path, flags)
+
+        def remove(self, path: Path) -> None:
+            super().remove(path)
+            self.is_full = self.is_full and path.suffix != ".seg"
+
+    files, folder, killed = WithoutSnapshots(), tmp_path / "a", tmp_path / "b"
+    async with serving(folder, place, files=files) as shard:
+        first = await shard.append(batch_of(b"once" * 30, producer=7))
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40, producer=8, sequence=at))
+        if how == "full":
+            await shard.offload(0, place)
+            assert not shard._disk.segments[0].is_local  # type: ignore[union-attr]
+        shutil.copytree(folder, killed)
+    folder, killed = killed, tmp_path / "c"
+    if how == "killed":
+        async with serving(folder, place) as shard:
+            await shard.offload(0, place)
+            assert not shard._disk.segments[0].is_local  # type: ignore[union-attr]
+            shutil.copytree(folder, killed)
+        folder = killed
+    async with serving(folder, place) as shard:
+        again = await shard.append(batch_of(b"once" * 30, producer=7))
+        assert again.duplicate and again.base_offset == first.base_offset
 
 
 async def test_closing_ends_an_upload(tmp_path: Path, place: str) -> None:
