@@ -10,8 +10,8 @@ that stay becomes a batch, sealed anew with a key of its own leader epoch: base 
 time, epoch and producer stay. Annotations of closed segments are not copied: the newest of every slot stand in the
 active one.
 
-Before the first rename it is durable how far tombstones may be gone, and what the producers' table and the epochs'
-history were: both are no longer in the batches afterwards.
+Before the first rename it is durable how far tombstones may be gone, up to where keys were learned, below which the log cannot be cut any more, and
+what the producers' table and the epochs' history were: both are no longer in the batches afterwards.
 
 Where there is no room, or a key is gone, the pass ends and the segments stay as they are.
 """
@@ -130,7 +130,10 @@ class Compactor:
         if scan_end <= before.clean_to:
             return None
         segments = [one for one in segments if one.base_offset < scan_end]
-        state = CompactionState(before.clean_to, before.tombstones_from, producers, tuple(epochs))
+        fixed_to = before.fixed_to
+        state = CompactionState(
+            before.clean_to, before.tombstones_from, producers, tuple(epochs), learned_to=fixed_to
+        )
         self._save(state)
         last = segments[-1]
         while segments:
@@ -139,8 +142,13 @@ class Compactor:
             if written is None:
                 continue
             try:
-                if last_tombstone >= state.tombstones_from:
-                    state = msgspec.structs.replace(state, tombstones_from=last_tombstone + 1)
+                known = msgspec.structs.replace(
+                    state,
+                    tombstones_from=max(state.tombstones_from, last_tombstone + 1),
+                    learned_to=max(state.learned_to, scan_end),
+                )
+                if known != state:
+                    state = known
                     self._save(state)
                 with self._writer:
                     exchanged = disk.replace_segments(group, written, _aside(written.path))

@@ -789,7 +789,12 @@ class DiskLog:
         Raises OffsetOutOfRangeError outside the log, RequestError(UNSUPPORTED) where it was compacted, so that what the cut records
         superseded is gone, or offloaded.
         """
-        return self._segments.check_cut(cut)
+        return self._segments.check_cut(cut, self.compaction.fixed_to)
+
+    @property
+    def fixed_to(self) -> LogPoint:
+        """The log cannot be cut before this point: what stands there was compacted, or is what records went for that did, or is in a store."""
+        return max(self._segments.fixed_to, LogPoint(self.compaction.fixed_to))
 
     def truncate(self, cut: LogPoint) -> ProducerTable:
         """Cut every entry that reaches past `cut`; the producers of what stays.

@@ -484,7 +484,7 @@ class _Recovery:
         compacted_to = max((one.next_offset for one in segments if one.header.span), default=0)
         if self.compaction_missing and compacted_to:
             # What is compacted is looked at again; how far tombstones are gone is not known, so all of it counts.
-            self.compaction = CompactionState(0, compacted_to)
+            self.compaction = CompactionState(0, compacted_to, learned_to=segments[-1].base_offset)
         file, position, size, offset, reason = self.cut or (None, 0, 0, 0, "")
         report = RecoveryReport(
             segments=len(segments),

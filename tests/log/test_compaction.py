@@ -43,6 +43,7 @@ from region.log.compaction import (
     COMPACTION_NAME,
     DIRTY_AGE_MS,
     DIRTY_SEGMENTS_MAX,
+    CompactionState,
     DirtySpan,
     KeyMap,
     is_due,
@@ -264,6 +265,51 @@ def test_a_batch_cut_out_of_a_compacted_segment_is_damage(tmp_path: Path) -> Non
     path.write_bytes(data[:second] + data[third:])
     with pytest.raises(CorruptionError):
         open_disk(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["done", "killed", "restarted", "state lost"])
+def test_what_records_went_for_cannot_be_cut_though_its_own_segment_was_left_as_it_is(
+    tmp_path: Path, how: str
+) -> None:
+    log = open_disk(tmp_path)
+    append(log, keyed((b"k", b"first"), (None, b"stays")))
+    log.roll(1_000)
+    append(log, keyed((b"k", b"second")))
+    log.roll(1_000)
+    append(log, keyed((b"j", b"active")))
+    # Each segment is a group of its own, and in the second one there is nothing to remove.
+    log.limits = SegmentLimits(segment_bytes_max=100)
+    files = DiskFiles()
+    if how == "killed":
+        save, states = log.save_compaction, 0
+
+        def killed(state: CompactionState) -> None:
+            nonlocal states
+            states += 1
+            if states == 3:
+                raise Crash
+            save(state)
+
+        log.save_compaction = killed  # type: ignore[method-assign]
+        with pytest.raises(Crash):
+            compact(log, files=files)
+        log.abandon()
+        log = open_disk(tmp_path)
+    else:
+        compact(log, files=files)
+    assert [one.generation for one in log.segments] == [1, 0, 0]
+    if how in ("restarted", "state lost"):
+        log.close()
+        if how == "state lost":
+            (tmp_path / COMPACTION_NAME).unlink()
+        log = open_disk(tmp_path)
+    assert log.fixed_to == LogPoint(3)
+    with pytest.raises(RequestError) as refused:
+        log.truncate(LogPoint(2))
+    assert refused.value.code is Code.UNSUPPORTED
+    log.truncate(LogPoint(3))
+    assert latest(held(log)) == {b"k": b"second"}
+    log.close()
 
 
 @pytest.mark.parametrize("at", [2, 4, 12, 22])
