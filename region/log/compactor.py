@@ -123,7 +123,7 @@ class Compactor:
         """
         disk, settings = self._disk, self._settings
         monotonic_ns = disk.runtime.clock.monotonic_ns
-        begun = monotonic_ns()
+        begun, cuts = monotonic_ns(), disk.cuts
         segments = [one for one in disk.segments[:-1] if one.next_offset <= settings.below]
         before = disk.compaction
         scan_end = self._learn(segments, before.clean_to)
@@ -134,7 +134,10 @@ class Compactor:
         state = CompactionState(
             before.clean_to, before.tombstones_from, producers, tuple(epochs), learned_to=fixed_to
         )
-        self._save(state)
+        with self._writer:
+            if disk.cuts != cuts:
+                return None
+            disk.save_compaction(state)
         last = segments[-1]
         while segments:
             group, written, last_tombstone = self._copy(segments, scan_end, last)
@@ -147,17 +150,23 @@ class Compactor:
                     tombstones_from=max(state.tombstones_from, last_tombstone + 1),
                     learned_to=max(state.learned_to, scan_end),
                 )
-                if known != state:
-                    state = known
-                    self._save(state)
                 with self._writer:
+                    if disk.cuts != cuts:
+                        # What was learned may stand there no more.
+                        return None
+                    if known != state:
+                        disk.save_compaction(known)
+                        state = known
                     exchanged = disk.replace_segments(group, written, _aside(written.path))
             finally:
                 self._files.remove(_aside(written.path))
             if not exchanged:
                 # Retention took them in the meantime, or they are in a store: the stream is offloaded by now.
                 return None
-        self._save(msgspec.structs.replace(state, clean_to=scan_end))
+        with self._writer:
+            if disk.cuts != cuts:
+                return None
+            disk.save_compaction(msgspec.structs.replace(state, clean_to=scan_end))
         return CompactionReport(
             self._segments_read,
             self._segments_written,
@@ -168,10 +177,6 @@ class Compactor:
             scan_end,
             monotonic_ns() - begun,
         )
-
-    def _save(self, state: CompactionState) -> None:
-        with self._writer:
-            self._disk.save_compaction(state)
 
     def _batches(self, segment: SegmentState, offset: int = 0) -> Iterator[tuple[BatchHeader, memoryview]]:
         """The batches of a segment that reach past `offset`, each whole and verified, `pace` called before each."""

@@ -93,6 +93,8 @@ class DiskLog:
         self.compaction = recovered.compaction
         self._snapshots = ProducerSnapshots(files, folder)
         self.offload = recovered.offload
+        self.cuts = 0
+        """How often the log was cut."""
         self._segments = SegmentList(recovered.segments)
         self._reader = SegmentReader(files, identity.shard)
         self._log_reader = LogReader(self._segments, self._reader)
@@ -803,6 +805,7 @@ class DiskLog:
         """
         offset = cut.offset
         at = self.check_cut(cut)
+        self.cuts += 1
         self._open_files()
         self.sync()
         if offset < self.compaction.clean_to:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -309,6 +309,38 @@ def test_what_records_went_for_cannot_be_cut_though_its_own_segment_was_left_as_
     assert refused.value.code is Code.UNSUPPORTED
     log.truncate(LogPoint(3))
     assert latest(held(log)) == {b"k": b"second"}
+    log.close()
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_cut_during_a_pass_takes_no_record_along_for_one_that_is_cut(tmp_path: Path, at: int) -> None:
+    log = open_disk(tmp_path, limits=SegmentLimits(segment_bytes_max=100))
+    append(log, keyed((b"k", b"first"), (None, b"stays")))
+    append(log, keyed((b"k", b"second")))
+    append(log, keyed((b"j", b"active")))
+    calls = 0
+
+    def pace() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            with suppress(RequestError):
+                log.truncate(LogPoint(2))
+
+    with suppress(FileNotFoundError):
+        Compactor(
+            log,
+            DiskFiles(),
+            PassSettings(10**6, 0, 1_000, log.end_offset),
+            seal=masked,
+            open_batch=masked,
+            writer=nullcontext(),
+            pace=pace,
+        ).run(b"", ())
+    assert b"k" in latest(held(log)) and log.compaction.fixed_to <= log.end_offset
+    log.close()
+    log = open_disk(tmp_path)
+    assert b"k" in latest(held(log))
     log.close()
 
 
