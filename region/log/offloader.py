@@ -349,7 +349,7 @@ class Restoration:
     appended after it is gone, and its offsets will be given to other records, under a new leader epoch.
 
     A manifest counts where it carries a tag of who has the stream's key (`tag`): whoever keeps the store can leave the newest ones out, and change
-    none. `unverified`: also where it carries no tag at all, as those of before. `epoch`: which of several histories, by its newest epoch; None: the
+    none. `unverified`: also where it carries no tag at all, as those of before. `epoch`: which of several histories, where there are some, by its newest epoch; None: the
     newest. Nothing is written before `begin`. From then on the folder is of a shard that no broker serves, until `finish` is done; broken off, it
     is done again from the start.
 
@@ -379,7 +379,9 @@ class Restoration:
         histories = _histories(_manifests_at(base, identity, tag, unverified=unverified))
         known = [_history_of(one) for one in histories]
         epochs = [one.epoch for one in known]
-        if epoch is not None and epoch not in epochs:
+        if len(known) == 1:
+            epoch = None
+        elif epoch is not None and epoch not in epochs:
             raise RequestError(
                 f"There is no history of epoch {epoch} at {base}.",
                 code=Code.NOT_FOUND,
