@@ -73,11 +73,12 @@ class Offloaded(msgspec.Struct, frozen=True):
 
 class OffloadState(msgspec.Struct, frozen=True, array_like=True):
     """The payload of the file `offloaded`. `begun`: the object of an upload under way, empty without one; `pending_deletion`: objects
-    that are to be deleted."""
+    that are to be deleted; `places`: the shard's in all stores that something was uploaded to, where histories that were given up may have left some."""
 
     segments: tuple[Offloaded, ...] = ()
     begun: str = ""
     pending_deletion: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
     @property
     def urls(self) -> list[str]:

@@ -268,7 +268,10 @@ def _begin(state: OffloadState, url: str) -> OffloadState:
     """An upload begins, or none where `url` is empty. What was begun before and is not gone on with is there for nothing: its segment is gone, or has
     another object. What is begun once more is not to be deleted."""
     left = [one for one in (*state.pending_deletion, state.begun) if one not in ("", url)]
-    return msgspec.structs.replace(state, begun=url, pending_deletion=tuple(dict.fromkeys(left)))
+    places = dict.fromkeys((*state.places, url.rpartition("/")[0])) if url else state.places
+    return msgspec.structs.replace(
+        state, begun=url, pending_deletion=tuple(dict.fromkeys(left)), places=tuple(places)
+    )
 
 
 def drop_local(disk: DiskLog, writer: AbstractContextManager[object], local_bytes: int) -> int:
@@ -398,7 +401,10 @@ class Restoration:
         files, folder, newest = self._files, self._folder, self._manifests[-1]
         files.make_folder(folder)
         # First of all: recovery does not let a log begin anew beside it.
-        state = OffloadState(tuple(one.segment for one in self._manifests[:-1]), begun=newest.segment.url)
+        url = newest.segment.url
+        state = OffloadState(
+            tuple(one.segment for one in self._manifests[:-1]), begun=url, places=(url.rpartition("/")[0],)
+        )
         save_checked(files, folder / OFFLOADED_NAME, encode_offload(state))
         history = EpochHistory(list(newest.epochs))
         history.begin(self._newest_epoch + 1, newest.segment.next_offset)

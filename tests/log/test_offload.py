@@ -970,6 +970,28 @@ async def test_an_object_that_a_broken_upload_left_goes_once_the_stream_is_not_o
         assert store.list_names(place) == [] and not shard.offload_due(3 * 10**6)
 
 
+async def test_deleting_a_stream_deletes_what_a_history_of_before_left_though_nothing_else_is_in_the_store(
+    tmp_path: Path, place: str
+) -> None:
+    name, incarnation = StreamName.parse(IDENTITY.stream), IDENTITY.incarnation
+    wanted = ShardSettings(segments=SMALL, offload=Offload(place, 0), retention=Retention(size_bytes=1))
+    base = offload_base(place, IDENTITY)
+    directory = LogDirectory(tmp_path, IDENTITY.region)
+    shard = await directory.open_shard(name, incarnation, IDENTITY.shard, wanted, HOOKS)
+    for at in range(20):
+        await shard.append(batch_of(b"%d" % at * 40))
+    await directory.offload(shard, 0, place)
+    await shard.sweep(1_000)
+    await directory.offload(shard, 0, place)
+    assert store.list_names(base) == [], "retention let go of all of it"
+    left = f"{30:020d}-{7:010d}.seg"
+    store.put_bytes(b"left", object_url(base, left))
+    await directory.delete_stream(name, incarnation)
+    await asyncio.to_thread(directory.retry_deletions)
+    await directory.close()
+    assert store.list_names(base) == []
+
+
 @pytest.mark.parametrize("how", ["killed", "full"])
 async def test_a_repeated_batch_is_known_where_its_segment_went_to_the_store_before_anybody_wrote_its_producer_down(
     tmp_path: Path, place: str, how: str
