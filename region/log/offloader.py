@@ -119,6 +119,11 @@ class FetchedCache:
         with self._lock:
             self._sizes.put(path, size)
 
+    def drop(self, path: Path) -> None:
+        """A file is no longer wanted."""
+        with self._lock:
+            self._remove(path, self._sizes.pop(path))
+
     def forget(self, folder: Path) -> None:
         """The files below a folder are no longer wanted."""
         with self._lock:

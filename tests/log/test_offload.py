@@ -46,9 +46,10 @@ from region.log import fsspec_store as store
 from region.log.directory import LogDirectory, offload_base
 from region.log.disk import DiskLog
 from region.log.epochs import EpochStart
-from region.log.errors import NotLocalError
+from region.log.errors import NotLocalError, OffsetOutOfRangeError
 from region.log.frame import Frame
 from region.log.offload import (
+    FETCHED_SUFFIX,
     OFFLOADED_NAME,
     Manifest,
     decode_manifest,
@@ -990,6 +991,27 @@ async def test_deleting_a_stream_deletes_what_a_history_of_before_left_though_no
     await asyncio.to_thread(directory.retry_deletions)
     await directory.close()
     assert store.list_names(base) == []
+
+
+async def test_nothing_is_kept_of_what_retention_lets_go_of_while_it_is_fetched(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, place) as shard:
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40))
+        await shard.offload(0, place)
+        disk, real = shard._disk, store.get_file
+        assert disk is not None
+
+        def slowly(*arguments: object) -> store.Digest:
+            disk.delete_old(Retention(size_bytes=1), 1_000, below=disk.end_offset)
+            return real(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store, "get_file", slowly)
+        with pytest.raises(OffsetOutOfRangeError):
+            await shard.read(0, 2_000)
+        assert not [name for name in DiskFiles().names(tmp_path) if name.endswith(FETCHED_SUFFIX)]
+        assert shard._reader is not None and shard._reader._store.cache.held_bytes == 0
 
 
 @pytest.mark.parametrize("how", ["killed", "full"])
