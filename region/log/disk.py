@@ -848,11 +848,11 @@ class DiskLog:
 
     def producers_at(self, end: int) -> ProducerTable:
         """The producers of what stands below `end`. The table in memory cannot be cut back to it: of a producer's older batches some may
-        have been forgotten in favour of those behind."""
+        have been forgotten in favour of those behind. As at a start nothing is fetched: what is in a store alone, and was restored from there, tells nobody."""
         copied = ProducerSnapshots(self._files, self.folder, self.compaction.producers)
         producers, begin = copied.at(end, told_from(self._segments.now))
         for segment in self._segments.now:
-            if segment.next_offset <= begin or segment.base_offset >= end:
+            if segment.next_offset <= begin or segment.base_offset >= end or not segment.is_local:
                 continue
             self._reader.count_producers(segment, producers, begin, end)
         producers.settle(end)

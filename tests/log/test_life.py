@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Final
 from uuid import uuid4
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from log.building import IDENTITY, compact, keyed, masked, placed
 from log.test_compaction import Crash, CrashingFiles, Written
 from log.test_offload import failing, tag
@@ -177,6 +178,25 @@ class Life(RuleBasedStateMachine):
         self.clock += later
         for records in groups:
             self._append(records, producer)
+
+    @initialize(chance=st.integers(0, 2**32))
+    def filled(self, chance: int) -> None:
+        self.fill(chance)
+
+    @rule(chance=st.integers(0, 2**32))
+    def fill(self, chance: int) -> None:
+        """So much that there are closed segments."""
+        random = Random(chance)
+        for _ in range(random.randrange(8, 25)):
+            self.clock += random.choice((0, 0, 20, 200))
+            records = [
+                (
+                    random.choice((None, *KEYS, *KEYS)),
+                    None if random.random() < 0.2 else random.randbytes(random.choice((1, 60, 150))),
+                )
+                for _ in range(random.randrange(1, 5))
+            ]
+            self._append(records, random.randrange(1, 5))
 
     @rule(snapshot=st.booleans())
     def roll(self, snapshot: bool) -> None:
@@ -435,4 +455,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=count(30, 200), stateful_step_count=30, deadline=None)
+TestLife.settings = settings(max_examples=count(60, 300), stateful_step_count=30, deadline=None)

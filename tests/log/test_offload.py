@@ -66,6 +66,7 @@ from region.log.offloader import (
     fetch,
     restore_shard,
 )
+from region.log.point import LogPoint
 from region.log.producer_snapshots import SNAPSHOT_SUFFIX
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
@@ -467,6 +468,25 @@ def test_what_a_restored_log_goes_on_from_stays_in_the_store_until_it_is_there_a
         offload(log, place, epochs=history)
     known = {url.rpartition("/")[2] for url in log.offload.urls}
     assert {name.removesuffix(".json") for name in store.list_names(place)} == known
+    log.close()
+
+
+def test_a_restored_log_goes_to_the_store_though_nobody_has_written_its_producers_down(
+    tmp_path: Path, place: str
+) -> None:
+    folder = tmp_path / "shard"
+    log = filled(folder)
+    offload(log, place)
+    log.close()
+    shutil.rmtree(folder)
+    restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    log = open_disk(folder, limits=SMALL)
+    append(log, b"goes on")
+    log.roll(1_000)
+    append(log, b"is cut")
+    log.truncate(LogPoint(log.end_offset - 1))
+    offload(log, place, epochs=(EpochStart(8, 0),))
+    assert [one.is_local for one in log.segments[:-1]] == [False] * (log.segment_count - 1)
     log.close()
 
 
