@@ -205,7 +205,8 @@ class Offloader:
             for one in self._disk.segments
             if upload and one.remote is None and one.header.span is None
         }
-        for url in self._disk.offload.pending_deletion:
+        # The oldest first, as their names are in order: what is left whenever this ends has no hole.
+        for url in sorted(self._disk.offload.pending_deletion):
             base, _, name = url.rpartition("/")
             if base in failed or base_offset_of(name) in waiting:
                 continue

@@ -490,6 +490,32 @@ def test_a_restored_log_goes_to_the_store_though_nobody_has_written_its_producer
     log.close()
 
 
+def test_deletions_that_end_halfway_leave_no_hole(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(tmp_path / "shard")
+    offload(log, place)
+    end = log.segments[-1].base_offset
+    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
+    doomed = log.offload.pending_deletion
+    assert len(doomed) > 2
+    log.save_offload(msgspec.structs.replace(log.offload, pending_deletion=doomed[::-1]))
+    left, real = 2, store.delete
+
+    def ending(url: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise UnavailableError("The store does not answer.")
+        real(url)
+
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError):
+        patch.setattr(store, "delete", ending)
+        offload(log, place)
+    log.close()
+    assert restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag).end == end
+
+
 def test_an_upload_that_was_broken_off_and_begins_again_is_not_deleted(tmp_path: Path, place: str) -> None:
     log = filled(tmp_path)
     offloader = Offloader(log, DiskFiles(), place, 0, writer=nullcontext(), pace=store.no_pace, tag=tag)
