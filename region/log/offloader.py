@@ -165,7 +165,7 @@ class Offloader:
         Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError; `report` has what was done until then.
         """
         disk, report = self._disk, self.report
-        failure = self._delete_doomed(upload=upload)
+        failure = self._delete_doomed(tuple(epochs), upload=upload)
         for segment in disk.segments[:-1] if upload else ():
             if segment.next_offset > below:
                 break
@@ -195,7 +195,21 @@ class Offloader:
         with self._writer:  # 5
             self._disk.add_offloaded(segment, entry)
 
-    def _delete_doomed(self, *, upload: bool) -> UnavailableError | None:
+    def _delete_twins(self, base: str, epochs: tuple[EpochStart, ...]) -> None:
+        """Of what retention let go of, objects that this history uploaded before its folder was put back: nothing else names them."""
+        start = self._disk.start_offset
+        for name in store.list_names(base):
+            begin = base_offset_of(name.removesuffix(MANIFEST_SUFFIX))
+            if not name.endswith(SEGMENT_SUFFIX + MANIFEST_SUFFIX) or begin is None or begin >= start:
+                continue
+            with suppress(CorruptionError):
+                url = object_url(base, name)
+                one = decode_manifest(store.get_bytes(url), url)
+                ours = msgspec.structs.replace(one, epochs=epochs)
+                if one.segment.next_offset <= start and epochs and _shares_history(one, ours):
+                    delete_object(url.removesuffix(MANIFEST_SUFFIX))
+
+    def _delete_doomed(self, epochs: tuple[EpochStart, ...], *, upload: bool) -> UnavailableError | None:
         """Delete what is pending deletion, as far as its stores do; what the first of them said that did not. Of a store that did not, no more is
         asked in this turn. An earlier object of a segment that is to be uploaded stays until that is done: it may be the only copy elsewhere."""
         failed: dict[str, UnavailableError] = {}
@@ -216,6 +230,11 @@ class Offloader:
                 failed[base] = error
             else:
                 deleted.add(url)
+        try:
+            for base in {url.rpartition("/")[0] for url in deleted}:
+                self._delete_twins(base, epochs)
+        except UnavailableError as error:
+            failed.setdefault("", error)
         if deleted:
             self._save(
                 lambda state: msgspec.structs.replace(
@@ -523,7 +542,7 @@ def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:
         chain.append(before)
     first = chain[-1].segment.base_offset
     ends = [one.segment.next_offset for one in manifests if one.segment.base_offset < first]
-    if ends:
+    if ends and max(ends) < first:
         raise CorruptionError(f"Offsets {max(ends)} to {first - 1} are missing at {base}.")
     return chain[::-1]
 

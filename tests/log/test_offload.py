@@ -228,7 +228,7 @@ def test_retention_deletes_objects_too_also_after_a_store_was_away(
     log = filled(tmp_path)
     offload(log, place)
     before = len(store.list_names(place))
-    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
+    log.delete_old(Retention(size_bytes=1_500), 1_000, below=log.end_offset)
     assert log.start_offset > 0 and len(log.offload.pending_deletion) >= 2
     with failing(monkeypatch), pytest.raises(UnavailableError):
         offload(log, place)
@@ -248,7 +248,7 @@ def test_a_store_that_deletes_nothing_holds_up_no_upload_and_no_other_store(
 ) -> None:
     log = filled(tmp_path)
     offload(log, place)
-    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
+    log.delete_old(Retention(size_bytes=1_500), 1_000, below=log.end_offset)
     doomed = set(log.offload.pending_deletion)
     # `elsewhere`: the stream is offloaded to another store by now, and the first one is gone for good.
     newer = f"{place}-b" if elsewhere else place
@@ -496,7 +496,7 @@ def test_deletions_that_end_halfway_leave_no_hole(
     log = filled(tmp_path / "shard")
     offload(log, place)
     end = log.segments[-1].base_offset
-    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
+    log.delete_old(Retention(size_bytes=1_500), 1_000, below=log.end_offset)
     doomed = log.offload.pending_deletion
     assert len(doomed) > 2
     log.save_offload(msgspec.structs.replace(log.offload, pending_deletion=doomed[::-1]))
