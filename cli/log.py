@@ -32,7 +32,7 @@ from region.log.directory import (
 from region.log.fsspec_store import check_url, list_names
 from region.log.inspect import DamageLine, EntryLine, inspect_entries
 from region.log.offload import object_url
-from region.log.offloader import check_object, restore_shard
+from region.log.offloader import History, Restoration, check_object, is_lost
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, decode_segment_header
 from region.log.verify import ShardVerdict, shard_bytes, verify_shard
 from region.streams.sealing import KeyringSeal
@@ -125,13 +125,20 @@ def restore(
             help="Also believe manifests without a tag, which versions before wrote: who keeps the store could have changed them.",
         ),
     ] = False,
+    epoch: Annotated[
+        int,
+        typer.Option(
+            help="Where the store has several histories of a shard: the one whose newest epoch this is; -1: the newest.",
+        ),
+    ] = -1,
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
     """Rebuild a stream's lost folder from its offloaded segments. The broker must not run; the region's keys are needed.
 
     What was written after the newest offloaded segment is lost, and its offsets will be given to other records: tell the
-    stream's consumers. Where each shard ends is told: whoever keeps the store can leave the newest segments out, and change none. Shards that have records here are refused, and nothing of them is touched.
+    stream's consumers. Where each shard ends is told: whoever keeps the store can leave the newest segments out, and change none. Shards that have records here stay as they are. Broken off, it is run again; until it is done,
+    no broker serves what is not whole.
     """
     folder, config = folder_of(region)
     streams = folder.root / _data(config) / "streams"
@@ -152,15 +159,33 @@ def restore(
             hint="Name one with --incarnation." if chosen else "",
         )
     rows = []
+    others: list[tuple[int, History]] = []
+    files = DiskFiles()
     with FileLock(streams), closing(_open_keys(streams, folder, config)) as keyring:
         base = object_url(url, f"{config.region}/{folder_name(name, chosen[0])}")
-        for number in sorted(int(each) for each in list_names(base) if each.isdecimal()):
+        numbers = sorted(int(each) for each in list_names(base) if each.isdecimal())
+        targets = {number: shard_folder(streams, name, chosen[0], number) for number in numbers}
+        lost = [number for number in numbers if is_lost(targets[number], files)]
+        restorations = {}
+        # Where nothing is lost, the first one says so.
+        for number in lost or numbers[:1]:
             identity = ShardIdentity(config.region, str(name), chosen[0], number)
-            target = shard_folder(streams, name, chosen[0], number)
             tag = KeyringSeal(keyring, name, chosen[0], number).tag
-            restored = restore_shard(
-                offload_base(url, identity), target, identity, DiskFiles(), tag, unverified=unverified
+            restorations[number] = Restoration(
+                offload_base(url, identity),
+                targets[number],
+                identity,
+                files,
+                tag,
+                unverified=unverified,
+                epoch=None if epoch < 0 else epoch,
             )
+        # All of them are known not to be whole before the first one is: no broker begins one anew beside it, whenever this is broken off.
+        for restoration in restorations.values():
+            restoration.begin()
+        for number, restoration in restorations.items():
+            restored = restoration.finish()
+            others += [(number, one) for one in restored.others]
             rows.append(
                 {
                     "shard": number,
@@ -169,18 +194,38 @@ def restore(
                     "next_offset": restored.end,
                     "last_time": iso(restored.last_time_ms),
                     "untagged": restored.untagged,
-                    "folder": str(target),
+                    "epoch": restored.history.epoch,
+                    "other_histories": [one._asdict() for one in restored.others],
+                    "folder": str(targets[number]),
                 }
             )
+    kept = [number for number in numbers if number not in restorations]
     if json:
-        print_json({"stream": str(name), "incarnation": chosen[0].hex(), "shards": rows})
+        print_json({"stream": str(name), "incarnation": chosen[0].hex(), "shards": rows, "kept": kept})
     else:
         out.print(f"{name}, incarnation {chosen[0].hex()}: {len(rows)} shards are there again")
         table(
             "",
-            ["shard#", "segments#", "first offset#", "next offset#", "last record", "untagged#", "folder"],
-            [list(row.values()) for row in rows],
+            [
+                "shard#",
+                "segments#",
+                "first offset#",
+                "next offset#",
+                "last record",
+                "untagged#",
+                "epoch#",
+                "folder",
+            ],
+            [[value for key, value in row.items() if key != "other_histories"] for row in rows],
         )
+        if kept:
+            out.print(
+                f"Left as they are, since they have records here: {', '.join(f'shard {number}' for number in kept)}."
+            )
+        for number, other in others:
+            out.print(
+                f"Of shard {number} the store has another history besides, to before offset {other.end:,}: --epoch {other.epoch} restores that one."
+            )
         out.print(
             "Compare each end with what consumers and bridges had: newer segments that somebody took out of the store cannot be seen here."
         )

@@ -82,7 +82,9 @@ def adopt_segments(
     save_checked(files, folder / EPOCHS_NAME, encode_epochs(known.epochs))
     ProducerSnapshots(files, folder).save(snapshot, origin.point.offset)
     if compaction is not None and compaction != CompactionState():
-        state = msgspec.structs.replace(compaction, producers=snapshot, epochs=known.epochs.starts)
+        state = msgspec.structs.replace(
+            compaction, producers=snapshot, epochs=known.epochs.starts, learned_to=origin.point.offset
+        )
         save_checked(files, folder / COMPACTION_NAME, encode_compaction(state))
     for path, (header, index) in zip(asides, found, strict=True):
         target = folder / segment_name(header.base_offset, header.span.generation if header.span else 0)

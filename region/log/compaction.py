@@ -43,12 +43,19 @@ class CompactionState(msgspec.Struct, array_like=True, frozen=True):
 
     Below `clean_to` each key stands at most once. Below `tombstones_from` tombstones may be gone. `producers` (a
     snapshot) and `epochs` are those of the time before batches went: both can no longer be told from the batches alone.
+    Below `learned_to` stands what records before it went for, in whatever segment; -1 of a version that did not say so.
     """
 
     clean_to: int = 0
     tombstones_from: int = 0
     producers: bytes = b""
     epochs: tuple[EpochStart, ...] = ()
+    learned_to: int = -1
+
+    @property
+    def fixed_to(self) -> int:
+        """The log cannot be cut below this offset: with what follows a record of the same key, that record would be gone as well."""
+        return self.clean_to if self.learned_to < 0 else self.learned_to
 
 
 @dataclass(frozen=True, slots=True)

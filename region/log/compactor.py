@@ -10,8 +10,8 @@ that stay becomes a batch, sealed anew with a key of its own leader epoch: base 
 time, epoch and producer stay. Annotations of closed segments are not copied: the newest of every slot stand in the
 active one.
 
-Before the first rename it is durable how far tombstones may be gone, and what the producers' table and the epochs'
-history were: both are no longer in the batches afterwards.
+Before the first rename it is durable how far tombstones may be gone, up to where keys were learned, below which the log cannot be cut any more, and
+what the producers' table and the epochs' history were: both are no longer in the batches afterwards.
 
 Where there is no room, or a key is gone, the pass ends and the segments stay as they are.
 """
@@ -123,15 +123,21 @@ class Compactor:
         """
         disk, settings = self._disk, self._settings
         monotonic_ns = disk.runtime.clock.monotonic_ns
-        begun = monotonic_ns()
+        begun, cuts = monotonic_ns(), disk.cuts
         segments = [one for one in disk.segments[:-1] if one.next_offset <= settings.below]
         before = disk.compaction
         scan_end = self._learn(segments, before.clean_to)
         if scan_end <= before.clean_to:
             return None
         segments = [one for one in segments if one.base_offset < scan_end]
-        state = CompactionState(before.clean_to, before.tombstones_from, producers, tuple(epochs))
-        self._save(state)
+        fixed_to = before.fixed_to
+        state = CompactionState(
+            before.clean_to, before.tombstones_from, producers, tuple(epochs), learned_to=fixed_to
+        )
+        with self._writer:
+            if disk.cuts != cuts:
+                return None
+            disk.save_compaction(state)
         last = segments[-1]
         while segments:
             group, written, last_tombstone = self._copy(segments, scan_end, last)
@@ -139,17 +145,28 @@ class Compactor:
             if written is None:
                 continue
             try:
-                if last_tombstone >= state.tombstones_from:
-                    state = msgspec.structs.replace(state, tombstones_from=last_tombstone + 1)
-                    self._save(state)
+                known = msgspec.structs.replace(
+                    state,
+                    tombstones_from=max(state.tombstones_from, last_tombstone + 1),
+                    learned_to=max(state.learned_to, scan_end),
+                )
                 with self._writer:
+                    if disk.cuts != cuts:
+                        # What was learned may stand there no more.
+                        return None
+                    if known != state:
+                        disk.save_compaction(known)
+                        state = known
                     exchanged = disk.replace_segments(group, written, _aside(written.path))
             finally:
                 self._files.remove(_aside(written.path))
             if not exchanged:
-                # Retention took them in the meantime.
+                # Retention took them in the meantime, or they are in a store: the stream is offloaded by now.
                 return None
-        self._save(msgspec.structs.replace(state, clean_to=scan_end))
+        with self._writer:
+            if disk.cuts != cuts:
+                return None
+            disk.save_compaction(msgspec.structs.replace(state, clean_to=scan_end))
         return CompactionReport(
             self._segments_read,
             self._segments_written,
@@ -160,10 +177,6 @@ class Compactor:
             scan_end,
             monotonic_ns() - begun,
         )
-
-    def _save(self, state: CompactionState) -> None:
-        with self._writer:
-            self._disk.save_compaction(state)
 
     def _batches(self, segment: SegmentState, offset: int = 0) -> Iterator[tuple[BatchHeader, memoryview]]:
         """The batches of a segment that reach past `offset`, each whole and verified, `pace` called before each."""

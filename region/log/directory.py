@@ -32,7 +32,7 @@ from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
 from region.log.copies import Copies
 from region.log.durable_mark import MARK_NAME
-from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
+from region.log.offload import OFFLOADED_NAME, OffloadState, decode_offload, object_url
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore
@@ -435,7 +435,7 @@ class LogDirectory:
         try:
             for shard in (deleted / name for name in self.files.names(deleted)):
                 payload = load_checked(self.files, shard / OFFLOADED_NAME)
-                delete_all(decode_offload(payload).urls if payload else ())
+                delete_all(decode_offload(payload) if payload else OffloadState())
                 self.files.remove(shard / OFFLOADED_NAME)
             self.files.remove_folder(deleted)
         except (OSError, FelixError) as error:

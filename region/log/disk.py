@@ -15,7 +15,8 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -92,6 +93,8 @@ class DiskLog:
         self.compaction = recovered.compaction
         self._snapshots = ProducerSnapshots(files, folder)
         self.offload = recovered.offload
+        self.cuts = 0
+        """How often the log was cut."""
         self._segments = SegmentList(recovered.segments)
         self._reader = SegmentReader(files, identity.shard)
         self._log_reader = LogReader(self._segments, self._reader)
@@ -614,10 +617,11 @@ class DiskLog:
     def replace_segments(self, old: Sequence[SegmentState], new: SegmentState, aside: Path) -> bool:
         """Let `new`, which is whole and synced under the name `aside`, take the place of consecutive segments.
 
-        False, with nothing changed, where these are no longer all there. `new` has its index in it.
+        False, with nothing changed, where these are no longer all there, or copies of them are in a store since: what is read of a segment in a
+        store is what was uploaded. `new` has its index in it.
         """
         at = self._segments.position_of(old)
-        if at is None:
+        if at is None or any(one.remote is not None for one in old):
             return False
         segments = self._segments.now
         assert new.index is not None and new.base_offset == old[0].base_offset
@@ -750,6 +754,11 @@ class DiskLog:
         entry, segments = segment.remote, self._segments.now
         if entry is None or segment not in segments[:-1]:
             return
+        untold = self._untold_producers(segment.next_offset)
+        if untold:
+            with _unless_full():
+                self.save_producers(untold, segment.next_offset)
+                untold = b""
         if _same_places(segment, entry) and read_file(self._files, segment.index_path) is None:
             write_index(self._files, segment.index_path, self._reader.index(segment).encode())
         at = segments.index(segment)
@@ -757,7 +766,17 @@ class DiskLog:
         self._segments.now = (*segments[:at], there, *segments[at + 1 :])
         self._forget_beside(segment, entry)
         self._files.remove(segment.path)
+        if untold:
+            # On a full disk it is more urgent that something goes; then there may be room.
+            with _unless_full():
+                self.save_producers(untold, segment.next_offset)
         self._files.sync_folder(self.folder)
+
+    def _untold_producers(self, end: int) -> bytes:
+        """A snapshot of what stands below `end`, where none tells it: a start fetches nothing to know the producers. One is written after each roll, unless
+        a crash or a full disk comes before it."""
+        known = self._snapshots.newest()
+        return b"" if known is not None and known[1] >= end else self.producers_at(end).encode(end)
 
     def _forget_beside(self, segment: SegmentState, entry: Offloaded) -> None:
         """The bytes of a segment are this object's from now on: what was made of others goes."""
@@ -772,7 +791,12 @@ class DiskLog:
         Raises OffsetOutOfRangeError outside the log, RequestError(UNSUPPORTED) where it was compacted, so that what the cut records
         superseded is gone, or offloaded.
         """
-        return self._segments.check_cut(cut)
+        return self._segments.check_cut(cut, self.compaction.fixed_to)
+
+    @property
+    def fixed_to(self) -> LogPoint:
+        """The log cannot be cut before this point: what stands there was compacted, or is what records went for that did, or is in a store."""
+        return max(self._segments.fixed_to, LogPoint(self.compaction.fixed_to))
 
     def truncate(self, cut: LogPoint) -> ProducerTable:
         """Cut every entry that reaches past `cut`; the producers of what stays.
@@ -781,6 +805,7 @@ class DiskLog:
         """
         offset = cut.offset
         at = self.check_cut(cut)
+        self.cuts += 1
         self._open_files()
         self.sync()
         if offset < self.compaction.clean_to:
@@ -823,11 +848,11 @@ class DiskLog:
 
     def producers_at(self, end: int) -> ProducerTable:
         """The producers of what stands below `end`. The table in memory cannot be cut back to it: of a producer's older batches some may
-        have been forgotten in favour of those behind."""
+        have been forgotten in favour of those behind. As at a start nothing is fetched: what is in a store alone, and was restored from there, tells nobody."""
         copied = ProducerSnapshots(self._files, self.folder, self.compaction.producers)
         producers, begin = copied.at(end, told_from(self._segments.now))
         for segment in self._segments.now:
-            if segment.next_offset <= begin or segment.base_offset >= end:
+            if segment.next_offset <= begin or segment.base_offset >= end or not segment.is_local:
                 continue
             self._reader.count_producers(segment, producers, begin, end)
         producers.settle(end)
@@ -884,3 +909,13 @@ class DiskLog:
 def _same_places(segment: SegmentState, entry: Offloaded) -> bool:
     """Whether entries stand at the same bytes in both files, so that an index of one is the other's."""
     return (segment.start, segment.segment_bytes) == (len(entry.header), entry.segment_bytes)
+
+
+@contextmanager
+def _unless_full() -> Iterator[None]:
+    """What is done here may be left undone for want of room."""
+    try:
+        yield
+    except OSError as error:
+        if not lacks_resources(error):
+            raise

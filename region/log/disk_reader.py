@@ -209,6 +209,9 @@ class DiskReader:
                     self._store.cache,
                     Throttle(self._store.rate_bytes, self._ending, self._store.clock),
                 )
+                if segment.base_offset < self._disk.start_offset:
+                    # Retention let go of it meanwhile.
+                    self._store.cache.drop(segment.fetched_path)
             except CorruptionError as error:
                 raise _FetchedDamageError(error) from error
             except OSError as error:

@@ -178,10 +178,12 @@ class Maintenance:
         self, now_ms: int, pool: Executor, share: float, keys_bytes_max: int
     ) -> CompactionReport | None:
         """See ShardLog."""
-        shard, disk, settings = self._shard, self._disk, self._shard.settings.compaction
-        if settings is None or disk.offload.segments:
-            return None
+        shard, disk = self._shard, self._disk
         async with self._one:
+            # Asked once nothing else has the closed segments: an upload that was under way may have moved some to a store.
+            settings = shard.settings.compaction
+            if settings is None or disk.offload.segments:
+                return None
             if refused := shard.changes_refused():
                 raise refused.with_traceback(None)
             end = self._compaction_end = LazyThreadEvent()
@@ -219,7 +221,7 @@ class Maintenance:
             or self._one.locked()
         ):
             return False
-        if disk.offload.pending_deletion:
+        if disk.offload.pending_deletion or (wanted is None and disk.offload.begun and self._copies is None):
             return True
         if self._copies is not None:
             return self._list_due(self._in_record(self._copies), now_ms) or (
@@ -257,10 +259,11 @@ class Maintenance:
 
     async def offload(self, now_ms: int, base: str) -> OffloadReport:
         """See ShardLog."""
-        shard, wanted = self._shard, self._shard.settings.offload
+        shard = self._shard
         async with self._one:
             if refused := shard.changes_refused():
                 raise refused.with_traceback(None)
+            wanted = shard.settings.offload
             if self._copies is not None:
                 try:
                     report = await self._offload_for_all(now_ms, base, self._copies)
@@ -278,10 +281,16 @@ class Maintenance:
                 tag=self._hooks.tag,
             )
             below, epochs = shard.high_watermark, shard.epochs.starts
+
+            def work() -> OffloadReport:
+                if wanted is None:
+                    offloader.give_up()
+                return offloader.run(below, epochs, upload=bool(wanted and base))
+
             try:
                 report = await self._perform(
                     self._store.pool,
-                    lambda: offloader.run(below, epochs, upload=bool(wanted and base)),
+                    work,
                     self._ending,
                     lambda: self.offload_later(now_ms),
                 )

@@ -73,11 +73,12 @@ class Offloaded(msgspec.Struct, frozen=True):
 
 class OffloadState(msgspec.Struct, frozen=True, array_like=True):
     """The payload of the file `offloaded`. `begun`: the object of an upload under way, empty without one; `pending_deletion`: objects
-    that are to be deleted."""
+    that are to be deleted; `places`: the shard's in all stores that something was uploaded to, where histories that were given up may have left some."""
 
     segments: tuple[Offloaded, ...] = ()
     begun: str = ""
     pending_deletion: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
     @property
     def urls(self) -> list[str]:
@@ -228,7 +229,7 @@ def decode_list(data: bytes, url: str) -> OffloadList:
 
 
 def object_name(base_offset: int, epoch: int) -> str:
-    """Of a segment that the leader of `epoch` offloads: no leader before or after it writes over it."""
+    """Of a segment that is offloaded in `epoch`: no history of the log but this one writes over it."""
     return f"{base_offset:020d}-{epoch:010d}{SEGMENT_SUFFIX}"
 
 
@@ -241,6 +242,11 @@ def epoch_of(name: str) -> int | None:
     """Of the leader that wrote an object of a log with copies, or its manifest; None for another object."""
     match = _NAME.fullmatch(name)
     return int(match[1] or match[2]) if match else None
+
+
+def base_offset_of(name: str) -> int | None:
+    """Of the segment that an object of this name is; None for another object."""
+    return int(name[:20]) if _OBJECT.fullmatch(name) and name.endswith(SEGMENT_SUFFIX) else None
 
 
 def is_object(name: str) -> bool:

@@ -8,7 +8,8 @@ The steps of one segment, each safe against a crash, in a thread of the broker's
 4. its manifest is uploaded and read back;
 5. the segment is written down as offloaded. From here on, and not before, its local file may go.
 
-A crash before 5 repeats from 1, over the same object.
+A crash before 5 repeats from 1. An object is named by its segment and by the epoch that the log is in: a log that was begun anew, or whose folder
+was put back to a backup, is in an epoch of its own, and writes over nothing that another history has in the store.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -42,10 +43,12 @@ from region.log.offload import (
     Offloaded,
     OffloadState,
     TagOf,
+    base_offset_of,
     decode_manifest,
     encode_manifest,
     encode_offload,
     is_object_of,
+    object_name,
     object_url,
 )
 from region.log.recovery import EPOCHS_NAME, encode_epochs
@@ -116,6 +119,11 @@ class FetchedCache:
         with self._lock:
             self._sizes.put(path, size)
 
+    def drop(self, path: Path) -> None:
+        """A file is no longer wanted."""
+        with self._lock:
+            self._remove(path, self._sizes.pop(path))
+
     def forget(self, folder: Path) -> None:
         """The files below a folder are no longer wanted."""
         with self._lock:
@@ -157,7 +165,7 @@ class Offloader:
         Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError; `report` has what was done until then.
         """
         disk, report = self._disk, self.report
-        failure = self._delete_doomed()
+        failure = self._delete_doomed(tuple(epochs), upload=upload)
         for segment in disk.segments[:-1] if upload else ():
             if segment.next_offset > below:
                 break
@@ -170,25 +178,51 @@ class Offloader:
             raise failure
         return report
 
+    def give_up(self) -> None:
+        """The stream is not offloaded any more: an upload that was broken off is not gone on with, and its object is to be deleted. Raises OSError."""
+        if self._disk.offload.begun:
+            self._save(lambda state: _begin(state, ""))
+
     def _save(self, change: Callable[[OffloadState], OffloadState]) -> None:
         with self._writer:
             self._disk.save_offload(change(self._disk.offload))
 
     def _upload(self, segment: SegmentState, epochs: tuple[EpochStart, ...]) -> None:
-        url = object_url(self._base, segment.path.name)
+        epoch = epochs[-1].epoch if epochs else 0
+        url = object_url(self._base, object_name(segment.base_offset, epoch))
         self._save(lambda state: _begin(state, url))  # 1
         entry = upload(self._files, segment, url, epochs, self._pace, self._tag)  # 2 to 4
         with self._writer:  # 5
             self._disk.add_offloaded(segment, entry)
 
-    def _delete_doomed(self) -> UnavailableError | None:
+    def _delete_twins(self, base: str, epochs: tuple[EpochStart, ...]) -> None:
+        """Of what retention let go of, objects that this history uploaded before its folder was put back: nothing else names them."""
+        start = self._disk.start_offset
+        for name in store.list_names(base):
+            begin = base_offset_of(name.removesuffix(MANIFEST_SUFFIX))
+            if not name.endswith(SEGMENT_SUFFIX + MANIFEST_SUFFIX) or begin is None or begin >= start:
+                continue
+            with suppress(CorruptionError):
+                url = object_url(base, name)
+                one = decode_manifest(store.get_bytes(url), url)
+                ours = msgspec.structs.replace(one, epochs=epochs)
+                if one.segment.next_offset <= start and epochs and _shares_history(one, ours):
+                    delete_object(url.removesuffix(MANIFEST_SUFFIX))
+
+    def _delete_doomed(self, epochs: tuple[EpochStart, ...], *, upload: bool) -> UnavailableError | None:
         """Delete what is pending deletion, as far as its stores do; what the first of them said that did not. Of a store that did not, no more is
-        asked in this turn."""
+        asked in this turn. An earlier object of a segment that is to be uploaded stays until that is done: it may be the only copy elsewhere."""
         failed: dict[str, UnavailableError] = {}
         deleted: set[str] = set()
-        for url in self._disk.offload.pending_deletion:
-            base = url.rpartition("/")[0]
-            if base in failed:
+        waiting = {
+            one.base_offset
+            for one in self._disk.segments
+            if upload and one.remote is None and one.header.span is None
+        }
+        # The oldest first, as their names are in order: what is left whenever this ends has no hole.
+        for url in sorted(self._disk.offload.pending_deletion):
+            base, _, name = url.rpartition("/")
+            if base in failed or base_offset_of(name) in waiting:
                 continue
             try:
                 delete_object(url)
@@ -196,6 +230,11 @@ class Offloader:
                 failed[base] = error
             else:
                 deleted.add(url)
+        try:
+            for base in {url.rpartition("/")[0] for url in deleted}:
+                self._delete_twins(base, epochs)
+        except UnavailableError as error:
+            failed.setdefault("", error)
         if deleted:
             self._save(
                 lambda state: msgspec.structs.replace(
@@ -251,9 +290,13 @@ def _verify(files: Files, segment: SegmentState, pace: store.Pace) -> None:
 
 
 def _begin(state: OffloadState, url: str) -> OffloadState:
-    """An upload begins. What was begun before and is not gone on with is there for nothing: its segment is gone."""
-    left = (state.begun,) if state.begun not in ("", url) else ()
-    return msgspec.structs.replace(state, begun=url, pending_deletion=(*state.pending_deletion, *left))
+    """An upload begins, or none where `url` is empty. What was begun before and is not gone on with is there for nothing: its segment is gone, or has
+    another object. What is begun once more is not to be deleted."""
+    left = [one for one in (*state.pending_deletion, state.begun) if one not in ("", url)]
+    places = dict.fromkeys((*state.places, url.rpartition("/")[0])) if url else state.places
+    return msgspec.structs.replace(
+        state, begun=url, pending_deletion=tuple(dict.fromkeys(left)), places=tuple(places)
+    )
 
 
 def drop_local(disk: DiskLog, writer: AbstractContextManager[object], local_bytes: int) -> int:
@@ -299,36 +342,144 @@ def check_object(entry: Offloaded) -> None:
     _compare(entry, store.digest_of(entry.url))
 
 
+class History(NamedTuple):
+    """What a store has of a log of which no more was offloaded than this: its newest epoch, and the offset behind its newest segment."""
+
+    epoch: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class RestoredShard:
     """What a shard has again: its offsets from `start` to before `end`, the last of which was appended at `last_time_ms`. `untagged`: so many of
-    its manifests nobody vouches for."""
+    its manifests nobody vouches for. `others`: what else the store has of the log, newest first, as where it was begun anew in the place of one that was lost."""
 
     segments: int
     start: int
     end: int
     last_time_ms: int
     untagged: int
+    history: History
+    others: tuple[History, ...]
 
 
-def restore_shard(
-    base: str, folder: Path, identity: ShardIdentity, files: Files, tag: TagOf, *, unverified: bool = False
-) -> RestoredShard:
-    """Make a lost shard's folder anew from the manifests below `base`, so that the broker can serve it.
+def is_lost(folder: Path, files: Files) -> bool:
+    """Whether a shard's folder has no segment: it is not there, or a restoration of it was broken off."""
+    return not files.is_folder(folder) or not any(
+        name.endswith(SEGMENT_SUFFIX) for name in files.names(folder)
+    )
+
+
+class Restoration:
+    """A lost shard's folder is made anew from the manifests below `base`, so that the broker can serve it.
 
     The newest offloaded segment is brought back as the one to be written to, the others stay where they are. What was
     appended after it is gone, and its offsets will be given to other records, under a new leader epoch.
 
     A manifest counts where it carries a tag of who has the stream's key (`tag`): whoever keeps the store can leave the newest ones out, and change
-    none. `unverified`: also where it carries no tag at all, as those of before. Raises RequestError: CONFLICT where the folder has segments, NOT_FOUND
-    where the store has none, INVALID where manifests have no tag; CorruptionError, UnavailableError, and as `tag`.
+    none. `unverified`: also where it carries no tag at all, as those of before. `epoch`: which of several histories, where there are some, by its newest epoch; None: the
+    newest. Nothing is written before `begin`. From then on the folder is of a shard that no broker serves, until `finish` is done; broken off, it
+    is done again from the start.
+
+    Raises RequestError: CONFLICT where the folder has segments, NOT_FOUND where the store has none, INVALID where manifests have no tag;
+    CorruptionError, UnavailableError, and as `tag`.
     """
-    if files.is_folder(folder) and any(name.endswith(SEGMENT_SUFFIX) for name in files.names(folder)):
-        raise RequestError(
-            f"{folder} has segments: it is not lost.",
-            code=Code.CONFLICT,
-            hint="Move it away first, if it is to be made anew.",
+
+    def __init__(
+        self,
+        base: str,
+        folder: Path,
+        identity: ShardIdentity,
+        files: Files,
+        tag: TagOf,
+        *,
+        unverified: bool = False,
+        epoch: int | None = None,
+    ) -> None:
+        if not is_lost(folder, files):
+            raise RequestError(
+                f"{folder} has segments: it is not lost.",
+                code=Code.CONFLICT,
+                hint="Move it away first, if it is to be made anew.",
+            )
+        self._folder = folder
+        self._files = files
+        histories = _histories(_manifests_at(base, identity, tag, unverified=unverified))
+        known = [_history_of(one) for one in histories]
+        epochs = [one.epoch for one in known]
+        if len(known) == 1:
+            epoch = None
+        elif epoch is not None and epoch not in epochs:
+            raise RequestError(
+                f"There is no history of epoch {epoch} at {base}.",
+                code=Code.NOT_FOUND,
+                hint=f"There are those of {', '.join(map(str, epochs))}.",
+            )
+        at = 0 if epoch is None else epochs.index(epoch)
+        self._manifests = _chain(histories[at], base)
+        self._history = known.pop(at)
+        self._others = tuple(known)
+        self._newest_epoch = max(epochs)
+
+    def begin(self) -> None:
+        """From here on the shard counts as one that is in the store and not here. Raises OSError."""
+        files, folder, newest = self._files, self._folder, self._manifests[-1]
+        files.make_folder(folder)
+        # First of all: recovery does not let a log begin anew beside it.
+        url = newest.segment.url
+        state = OffloadState(
+            tuple(one.segment for one in self._manifests[:-1]), begun=url, places=(url.rpartition("/")[0],)
         )
+        save_checked(files, folder / OFFLOADED_NAME, encode_offload(state))
+        history = EpochHistory(list(newest.epochs))
+        history.begin(self._newest_epoch + 1, newest.segment.next_offset)
+        save_checked(files, folder / EPOCHS_NAME, encode_epochs(history))
+        files.sync_folder(folder.parent)
+
+    def finish(self) -> RestoredShard:
+        """Bring the newest segment. Raises CorruptionError where it is not what its manifest says, UnavailableError, OSError."""
+        files, folder, newest = self._files, self._folder, self._manifests[-1].segment
+        # The segment last: without it the folder still counts as lost.
+        target = folder / f"{newest.base_offset:020d}{SEGMENT_SUFFIX}"
+        aside = target.with_name(target.name + TEMPORARY_SUFFIX)
+        _compare(newest, store.get_file(files, newest.url, aside))
+        _check_end(files, aside, newest)
+        descriptor = files.open(aside, os.O_RDWR)
+        try:
+            files.sync(descriptor)
+        finally:
+            files.close(descriptor)
+        files.rename(aside, target)
+        files.sync_folder(folder)
+        files.sync_folder(folder.parent)
+        return RestoredShard(
+            len(self._manifests),
+            self._manifests[0].segment.base_offset,
+            newest.next_offset,
+            newest.last_time_ms,
+            sum(not one.tag for one in self._manifests),
+            self._history,
+            self._others,
+        )
+
+
+def restore_shard(
+    base: str,
+    folder: Path,
+    identity: ShardIdentity,
+    files: Files,
+    tag: TagOf,
+    *,
+    unverified: bool = False,
+    epoch: int | None = None,
+) -> RestoredShard:
+    """All of one `Restoration`."""
+    restoration = Restoration(base, folder, identity, files, tag, unverified=unverified, epoch=epoch)
+    restoration.begin()
+    return restoration.finish()
+
+
+def _manifests_at(base: str, identity: ShardIdentity, tag: TagOf, *, unverified: bool) -> list[Manifest]:
     manifests = []
     for name in store.list_names(base):
         if name.endswith(SEGMENT_SUFFIX + MANIFEST_SUFFIX):
@@ -356,36 +507,7 @@ def restore_shard(
             code=Code.INVALID,
             hint="Versions before tags wrote such. Restore with --unverified if you trust the store, and compare the end that is told.",
         )
-    manifests = _chain(manifests, base)
-    following = manifests[-1].segment.next_offset
-    newest = manifests[-1]
-    files.make_folder(folder)
-    history = EpochHistory(list(newest.epochs))
-    history.begin(history.current + 1, following)
-    save_checked(files, folder / EPOCHS_NAME, encode_epochs(history))
-    state = OffloadState(tuple(one.segment for one in manifests[:-1]), begun=newest.segment.url)
-    save_checked(files, folder / OFFLOADED_NAME, encode_offload(state))
-    # The segment last: without it the folder still counts as lost.
-    target = folder / f"{newest.segment.base_offset:020d}{SEGMENT_SUFFIX}"
-    aside = target.with_name(target.name + TEMPORARY_SUFFIX)
-    _compare(newest.segment, store.get_file(files, newest.segment.url, aside))
-    _check_end(files, aside, newest.segment)
-    descriptor = files.open(aside, os.O_RDWR)
-    try:
-        files.sync(descriptor)
-    finally:
-        files.close(descriptor)
-    files.rename(aside, target)
-    files.sync_folder(folder)
-    files.sync_folder(folder.parent)
-    oldest = manifests[0].segment
-    return RestoredShard(
-        len(manifests),
-        oldest.base_offset,
-        following,
-        newest.segment.last_time_ms,
-        sum(not one.tag for one in manifests),
-    )
+    return manifests
 
 
 def _check_end(files: Files, path: Path, entry: Offloaded) -> None:
@@ -412,25 +534,38 @@ def _check_end(files: Files, path: Path, entry: Offloaded) -> None:
 
 
 def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:
-    """Those that follow each other up to the newest, oldest first: leaders of a log with copies may have uploaded a segment twice. Raises
-    CorruptionError where offsets are missing."""
-    manifests = _of_last_history(manifests)
+    """Those of one history that follow each other up to the newest, oldest first: a segment may have been uploaded twice. Raises CorruptionError where
+    offsets are missing."""
     by_end = {one.segment.next_offset: one for one in sorted(manifests, key=lambda one: one.segment.url)}
     chain = [by_end[max(by_end)]]
     while (before := by_end.get(chain[-1].segment.base_offset)) is not None:
         chain.append(before)
     first = chain[-1].segment.base_offset
     ends = [one.segment.next_offset for one in manifests if one.segment.base_offset < first]
-    if ends:
+    if ends and max(ends) < first:
         raise CorruptionError(f"Offsets {max(ends)} to {first - 1} are missing at {base}.")
     return chain[::-1]
 
 
-def _of_last_history(manifests: Sequence[Manifest]) -> list[Manifest]:
-    """Those of the history that the log had last. Where it was put back to a backup, or an unclean election gave its end up, segments of before may
-    be left in the store, behind where the two part. No epoch is given twice: the newest one that anybody wrote down tells."""
-    last = max(manifests, key=lambda one: one.epochs[-1].epoch if one.epochs else 0)
-    return [one for one in manifests if _shares_history(one, last)]
+def _newest_epoch(manifest: Manifest) -> int:
+    return manifest.epochs[-1].epoch if manifest.epochs else 0
+
+
+def _history_of(manifests: Sequence[Manifest]) -> History:
+    return History(max(map(_newest_epoch, manifests)), max(one.segment.next_offset for one in manifests))
+
+
+def _histories(manifests: Sequence[Manifest]) -> list[list[Manifest]]:
+    """The manifests by the histories that they are of, the newest first: one may be of several. Where a log was put back to a backup, begun anew, or an
+    unclean election gave its end up, segments of before are left in the store, behind where the two part. No epoch is given twice: the newest one
+    that anybody wrote down tells."""
+    histories: list[list[Manifest]] = []
+    left = list(manifests)
+    while left:
+        last = max(left, key=_newest_epoch)
+        histories.append([one for one in manifests if _shares_history(one, last)])
+        left = [one for one in left if one is not last and not _shares_history(one, last)]
+    return histories
 
 
 def _shares_history(one: Manifest, last: Manifest) -> bool:

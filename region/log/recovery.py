@@ -456,6 +456,14 @@ class _Recovery:
                     f"the segment that begins at offset {mark.segment} is missing",
                 )
         if not paths:
+            if OFFLOADED_NAME in self.names:
+                raise damaged(
+                    self.folder / OFFLOADED_NAME,
+                    0,
+                    0,
+                    "it names what of the log is in a store, and no segment is here: the log was lost, or is being restored. `felix log restore` "
+                    "brings it back, also where it was broken off",
+                )
             return Recovered([], report=RecoveryReport(epochs_rebuilt=True))
         segments = self._closed_segments(paths)
         state, annotations = self.last(paths[-1], mark, segments[-1] if segments else None)
@@ -476,7 +484,7 @@ class _Recovery:
         compacted_to = max((one.next_offset for one in segments if one.header.span), default=0)
         if self.compaction_missing and compacted_to:
             # What is compacted is looked at again; how far tombstones are gone is not known, so all of it counts.
-            self.compaction = CompactionState(0, compacted_to)
+            self.compaction = CompactionState(0, compacted_to, learned_to=segments[-1].base_offset)
         file, position, size, offset, reason = self.cut or (None, 0, 0, 0, "")
         report = RecoveryReport(
             segments=len(segments),

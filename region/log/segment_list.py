@@ -95,7 +95,7 @@ class SegmentList:
 
     @property
     def fixed_to(self) -> LogPoint:
-        """The log cannot be cut before this point: what stands there was compacted, or is in a store."""
+        """The log cannot be cut before this point: what stands there was compacted, or is in a store. What compaction rests on besides, its state says."""
         return self._behind(lambda one: one.header.span is not None or one.remote is not None)
 
     @property
@@ -118,8 +118,8 @@ class SegmentList:
         behind = at + len(run)
         return at if segments[at:behind] == tuple(run) and behind < len(segments) else None
 
-    def check_cut(self, cut: LogPoint) -> int:
-        """Which segment the log would end with, cut at this point.
+    def check_cut(self, cut: LogPoint, fixed_to: int) -> int:
+        """Which segment the log would end with, cut at this point. `fixed_to`: `CompactionState.fixed_to`.
 
         Raises OffsetOutOfRangeError outside the log, RequestError(UNSUPPORTED) where it was compacted, so that what the cut records
         superseded is gone, or offloaded.
@@ -128,7 +128,7 @@ class SegmentList:
         if not self.start_point <= cut < self.end_point:
             raise OffsetOutOfRangeError(cut.offset, self.start_offset, segments[-1].next_offset)
         at = bisect_right(segments, cut, key=base_point) - 1
-        if any(one.header.span or one.remote for one in segments[at:]):
+        if cut.offset < fixed_to or any(one.header.span or one.remote for one in segments[at:]):
             raise RequestError(
                 f"The log was compacted or offloaded behind offset {cut.offset}; it cannot be cut there.",
                 code=Code.UNSUPPORTED,

@@ -31,6 +31,7 @@ from region.log.offload import (
     ListPointer,
     Offloaded,
     OffloadList,
+    OffloadState,
     TagOf,
     decode_list,
     encode_list,
@@ -190,12 +191,12 @@ def delete_orphans(listed: OffloadList, pointer: ListPointer, base: str) -> int:
     return count
 
 
-def delete_all(urls: Iterable[str]) -> None:
-    """Delete these objects, and all that brokers have put beside them in their shard's place, of whichever history: of a stream that was deleted."""
-    urls = list(urls)
-    for url in urls:
+def delete_all(state: OffloadState) -> None:
+    """Delete all objects that are known, and all that brokers have put beside them in their shard's place, of whichever history: of a stream that was
+    deleted."""
+    for url in state.urls:
         delete_object(url)
-    for base in {url.rpartition("/")[0] for url in urls}:
+    for base in {*state.places, *(url.rpartition("/")[0] for url in state.urls)}:
         for name in store.list_names(base):
             if is_object(name):
                 store.delete(object_url(base, name))

@@ -149,6 +149,11 @@ class _Verification:
     def run(self) -> ShardVerdict:
         self._offload = self._load_offload()
         paths = self._names()  # 1
+        if not paths and self._files.exists(self._folder / OFFLOADED_NAME):
+            self._find(
+                self._folder / OFFLOADED_NAME,
+                "it names what of the log is in a store, and no segment is here: the log was lost, or its restoration was broken off",
+            )
         mark_bytes = read_file(self._files, self._folder / MARK_NAME)
         mark = decode_mark(mark_bytes or b"")
         if mark_bytes is not None and mark is None:

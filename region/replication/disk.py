@@ -269,9 +269,12 @@ class ReplicaDisk:
             self._segments_seen = log.segment_count
             self._save_producers()
 
-    def _save_producers(self) -> None:
+    def _save_producers(self) -> bool:
+        """Whether there was room for it."""
         with suppress(OSError):
             self.log.save_producers(self.producers.encode(self.log.end_offset), self.log.end_offset)
+            return True
+        return False
 
     def begin(self, start: EpochStart) -> None:
         """N1: all that is held is synced, and the epoch begins here. It is durable before its first frame is written: of one without frames
@@ -328,8 +331,11 @@ class ReplicaDisk:
     def trim(self, point: LogPoint, *, now_ms: int) -> LogPoint:
         """Let go of segments that end at or before `point`; where the log begins then. Raises as `DiskLog.trim` does."""
         with self.log.writer:
-            self._save_producers()
+            is_saved = self._save_producers()
             self.log.trim(point.offset, now_ms)
+            if not is_saved:
+                # On a full disk it is more urgent that something goes; then there may be room.
+                self._save_producers()
             self._segments_seen = self.log.segment_count
             return self.log.start_point
 

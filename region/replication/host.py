@@ -691,7 +691,7 @@ class ReplicaHost:
 
     def _look_at_files(self, hosted: Hosted) -> None:
         for number, worker in hosted.workers.items():
-            seen = FilesSeen(number, worker.disk.frames_from, worker.disk.log.places.fixed_to)
+            seen = FilesSeen(number, worker.disk.frames_from, worker.disk.log.fixed_to)
             known = hosted.core.replica.logs[number]
             if (seen.frames_from, seen.fixed_to) != (known.frames_from, known.fixed_to):
                 self._step(hosted, seen)

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from log.building import (
+    IDENTITY,
     FailingFiles,
     append,
     batch_of,
@@ -41,18 +43,22 @@ from region.log.compaction import (
     COMPACTION_NAME,
     DIRTY_AGE_MS,
     DIRTY_SEGMENTS_MAX,
+    CompactionState,
     DirtySpan,
     KeyMap,
     is_due,
     judge,
 )
+from region.log.compactor import Compactor, PassSettings
 from region.log.disk import DiskLog
 from region.log.frame import Frame
+from region.log.offload import Offloaded
 from region.log.point import LogPoint
 from region.log.producer_snapshots import PRODUCERS_NAME
 from region.log.segment import parse_segment_name
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.log.verify import verify_shard
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)
 KEYS = [b"a", b"b", b"c", b"d", b"e"]
@@ -259,6 +265,130 @@ def test_a_batch_cut_out_of_a_compacted_segment_is_damage(tmp_path: Path) -> Non
     path.write_bytes(data[:second] + data[third:])
     with pytest.raises(CorruptionError):
         open_disk(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["done", "killed", "restarted", "state lost"])
+def test_what_records_went_for_cannot_be_cut_though_its_own_segment_was_left_as_it_is(
+    tmp_path: Path, how: str
+) -> None:
+    log = open_disk(tmp_path)
+    append(log, keyed((b"k", b"first"), (None, b"stays")))
+    log.roll(1_000)
+    append(log, keyed((b"k", b"second")))
+    log.roll(1_000)
+    append(log, keyed((b"j", b"active")))
+    # Each segment is a group of its own, and in the second one there is nothing to remove.
+    log.limits = SegmentLimits(segment_bytes_max=100)
+    files = DiskFiles()
+    if how == "killed":
+        save, states = log.save_compaction, 0
+
+        def killed(state: CompactionState) -> None:
+            nonlocal states
+            states += 1
+            if states == 3:
+                raise Crash
+            save(state)
+
+        log.save_compaction = killed  # type: ignore[method-assign]
+        with pytest.raises(Crash):
+            compact(log, files=files)
+        log.abandon()
+        log = open_disk(tmp_path)
+    else:
+        compact(log, files=files)
+    assert [one.generation for one in log.segments] == [1, 0, 0]
+    if how in ("restarted", "state lost"):
+        log.close()
+        if how == "state lost":
+            (tmp_path / COMPACTION_NAME).unlink()
+        log = open_disk(tmp_path)
+    assert log.fixed_to == LogPoint(3)
+    with pytest.raises(RequestError) as refused:
+        log.truncate(LogPoint(2))
+    assert refused.value.code is Code.UNSUPPORTED
+    log.truncate(LogPoint(3))
+    assert latest(held(log)) == {b"k": b"second"}
+    log.close()
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_cut_during_a_pass_takes_no_record_along_for_one_that_is_cut(tmp_path: Path, at: int) -> None:
+    log = open_disk(tmp_path, limits=SegmentLimits(segment_bytes_max=100))
+    append(log, keyed((b"k", b"first"), (None, b"stays")))
+    append(log, keyed((b"k", b"second")))
+    append(log, keyed((b"j", b"active")))
+    calls = 0
+
+    def pace() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            with suppress(RequestError):
+                log.truncate(LogPoint(2))
+
+    with suppress(FileNotFoundError):
+        Compactor(
+            log,
+            DiskFiles(),
+            PassSettings(10**6, 0, 1_000, log.end_offset),
+            seal=masked,
+            open_batch=masked,
+            writer=nullcontext(),
+            pace=pace,
+        ).run(b"", ())
+    assert b"k" in latest(held(log)) and log.compaction.fixed_to <= log.end_offset
+    log.close()
+    log = open_disk(tmp_path)
+    assert b"k" in latest(held(log))
+    log.close()
+
+
+@pytest.mark.parametrize("at", [2, 4, 12, 22])
+def test_what_went_to_a_store_during_a_pass_stays_as_it_is(tmp_path: Path, at: int) -> None:
+    """The stream was altered meanwhile, from one to the other: what the store has is what the log is there."""
+    log = open_disk(tmp_path, limits=SegmentLimits(segment_bytes_max=600))
+    for number in range(10):
+        append(log, keyed((b"k", b"%d" % number * 100)))
+    log.limits = LIMITS
+    calls = 0
+
+    def pace() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            entries = [
+                Offloaded(
+                    f"memory://x/{one.base_offset}",
+                    one.header.encode(),
+                    one.next_offset,
+                    one.segment_bytes,
+                    0,
+                    "",
+                )
+                for one in log.segments[1:4]
+                if not one.generation
+            ]
+            log.follow_offloaded(entries, log.end_offset)
+
+    Compactor(
+        log,
+        DiskFiles(),
+        PassSettings(10**6, 0, 1_000, log.end_offset),
+        seal=masked,
+        open_batch=masked,
+        writer=nullcontext(),
+        pace=pace,
+    ).run(b"", ())
+    named = {one.base_offset for one in log.offload.segments}
+    assert {one.base_offset for one in log.segments if one.remote} == named
+    found = [bytes(one.payload) for one in held(log)]
+    log.close()
+    assert verify_shard(tmp_path, IDENTITY).is_whole
+    log = open_disk(tmp_path, limits=LIMITS)
+    assert [bytes(one.payload) for one in held(log)] == found
+    assert all(not one.generation for one in log.segments if one.remote)
+    log.close()
 
 
 def test_a_compacted_log_cannot_be_cut_where_it_was_compacted(tmp_path: Path) -> None:

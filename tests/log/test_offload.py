@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -44,9 +46,10 @@ from region.log import fsspec_store as store
 from region.log.directory import LogDirectory, offload_base
 from region.log.disk import DiskLog
 from region.log.epochs import EpochStart
-from region.log.errors import NotLocalError
+from region.log.errors import NotLocalError, OffsetOutOfRangeError
 from region.log.frame import Frame
 from region.log.offload import (
+    FETCHED_SUFFIX,
     OFFLOADED_NAME,
     Manifest,
     decode_manifest,
@@ -54,7 +57,17 @@ from region.log.offload import (
     encode_manifest,
     object_url,
 )
-from region.log.offloader import FetchedCache, Offloader, Throttle, check_object, fetch, restore_shard
+from region.log.offloader import (
+    FetchedCache,
+    History,
+    Offloader,
+    Throttle,
+    check_object,
+    fetch,
+    restore_shard,
+)
+from region.log.point import LogPoint
+from region.log.producer_snapshots import SNAPSHOT_SUFFIX
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
 from region.log.verify import verify_shard
@@ -215,7 +228,7 @@ def test_retention_deletes_objects_too_also_after_a_store_was_away(
     log = filled(tmp_path)
     offload(log, place)
     before = len(store.list_names(place))
-    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
+    log.delete_old(Retention(size_bytes=1_500), 1_000, below=log.end_offset)
     assert log.start_offset > 0 and len(log.offload.pending_deletion) >= 2
     with failing(monkeypatch), pytest.raises(UnavailableError):
         offload(log, place)
@@ -235,7 +248,7 @@ def test_a_store_that_deletes_nothing_holds_up_no_upload_and_no_other_store(
 ) -> None:
     log = filled(tmp_path)
     offload(log, place)
-    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
+    log.delete_old(Retention(size_bytes=1_500), 1_000, below=log.end_offset)
     doomed = set(log.offload.pending_deletion)
     # `elsewhere`: the stream is offloaded to another store by now, and the first one is gone for good.
     newer = f"{place}-b" if elsewhere else place
@@ -367,6 +380,155 @@ def test_epochs_that_a_long_history_forgot_leave_no_segment_out(tmp_path: Path, 
     shutil.rmtree(tmp_path)
     restored = restore_shard(place, tmp_path, IDENTITY, DiskFiles(), tag)
     assert (restored.start, restored.end) == (0, end)
+
+
+def test_a_restoration_that_was_broken_off_is_done_again_and_no_log_begins_beside_it(tmp_path: Path) -> None:
+    place, folder = f"file://{tmp_path}/store", tmp_path / "shard"
+    log = filled(folder)
+    offload(log, place)
+    wanted, end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    refused = 0
+    for calls in range(100):
+        shutil.rmtree(folder)
+        with suppress(Crash):
+            restore_shard(place, folder, IDENTITY, CrashingFiles(calls), tag)
+            break
+        if any(folder.glob("*.seg")):
+            open_disk(folder, limits=SMALL).close()
+        elif (folder / OFFLOADED_NAME).exists():
+            refused += 1
+            assert not verify_shard(folder, IDENTITY).is_whole
+            with pytest.raises(CorruptionError, match="felix log restore"):
+                open_disk(folder, limits=SMALL)
+            restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+            again = open_disk(folder, limits=SMALL)
+            assert read_all(again) == wanted[:end]
+            again.close()
+    assert refused > 4
+
+
+def test_a_log_that_was_begun_anew_writes_over_nothing_of_the_one_before(tmp_path: Path, place: str) -> None:
+    """A broker began where the folder was lost, before anybody restored it."""
+    folder = tmp_path / "shard"
+    log = filled(folder)
+    offload(log, place, epochs=(EpochStart(7, 0),))
+    wanted, end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(folder)
+    log = filled(folder, 12)
+    offload(log, place, epochs=(EpochStart(9, 0),))
+    newer, newer_end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(folder)
+    with pytest.raises(RequestError, match="no history of epoch 8") as unknown:
+        restore_shard(place, folder, IDENTITY, DiskFiles(), tag, epoch=8)
+    assert "9, 7" in (unknown.value.hint or "") and not folder.exists()
+    restored = restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    assert (restored.history, restored.others) == (History(9, newer_end), (History(7, end),))
+    log = open_disk(folder, limits=SMALL)
+    assert read_all(log) == newer[:newer_end]
+    log.close()
+    shutil.rmtree(folder)
+    restored = restore_shard(place, folder, IDENTITY, DiskFiles(), tag, epoch=7)
+    assert (restored.history, restored.others) == (History(7, end), (History(9, newer_end),))
+    log = open_disk(folder, limits=SMALL)
+    assert read_all(log) == wanted[:end]
+    assert log.epochs.current > 9, "no epoch is given twice, whichever history goes on"
+    log.close()
+
+
+def test_what_a_restored_log_goes_on_from_stays_in_the_store_until_it_is_there_anew(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shard"
+    log = filled(folder)
+    offload(log, place, epochs=(EpochStart(7, 0),))
+    wanted, end = read_all(log), log.segments[-1].base_offset
+    log.close()
+    shutil.rmtree(folder)
+    restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    log = open_disk(folder, limits=SMALL)
+    append(log, b"goes on")
+    log.roll(1_000)
+    append(log, b"too young")
+    history = (EpochStart(7, 0), EpochStart(8, end))
+    with failing(monkeypatch, "put_file"):
+        for _ in range(3):
+            with pytest.raises(UnavailableError):
+                offload(log, place, epochs=history)
+    log.close()
+    shutil.rmtree(folder)
+    restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    log = open_disk(folder, limits=SMALL)
+    assert read_all(log) == wanted[:end]
+    append(log, b"goes on")
+    log.roll(1_000)
+    for _ in range(2):
+        offload(log, place, epochs=history)
+    known = {url.rpartition("/")[2] for url in log.offload.urls}
+    assert {name.removesuffix(".json") for name in store.list_names(place)} == known
+    log.close()
+
+
+def test_a_restored_log_goes_to_the_store_though_nobody_has_written_its_producers_down(
+    tmp_path: Path, place: str
+) -> None:
+    folder = tmp_path / "shard"
+    log = filled(folder)
+    offload(log, place)
+    log.close()
+    shutil.rmtree(folder)
+    restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
+    log = open_disk(folder, limits=SMALL)
+    append(log, b"goes on")
+    log.roll(1_000)
+    append(log, b"is cut")
+    log.truncate(LogPoint(log.end_offset - 1))
+    offload(log, place, epochs=(EpochStart(8, 0),))
+    assert [one.is_local for one in log.segments[:-1]] == [False] * (log.segment_count - 1)
+    log.close()
+
+
+def test_deletions_that_end_halfway_leave_no_hole(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(tmp_path / "shard")
+    offload(log, place)
+    end = log.segments[-1].base_offset
+    log.delete_old(Retention(size_bytes=1_500), 1_000, below=log.end_offset)
+    doomed = log.offload.pending_deletion
+    assert len(doomed) > 2
+    log.save_offload(msgspec.structs.replace(log.offload, pending_deletion=doomed[::-1]))
+    left, real = 2, store.delete
+
+    def ending(url: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise UnavailableError("The store does not answer.")
+        real(url)
+
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError):
+        patch.setattr(store, "delete", ending)
+        offload(log, place)
+    log.close()
+    assert restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag).end == end
+
+
+def test_an_upload_that_was_broken_off_and_begins_again_is_not_deleted(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    offloader = Offloader(log, DiskFiles(), place, 0, writer=nullcontext(), pace=store.no_pace, tag=tag)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "digest_of", lambda *_: store.Digest(0, ""))
+        with pytest.raises(UnavailableError):
+            offload(log, place)
+    offloader.give_up()
+    assert len(log.offload.pending_deletion) == 1 and not log.offload.begun
+    for _ in range(2):
+        offload(log, place)
+    assert not log.offload.pending_deletion
+    assert len(read_all(log)) == 30
 
 
 def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None:
@@ -837,6 +999,104 @@ async def test_deleting_a_stream_deletes_its_objects_and_nothing_else_does(
     await asyncio.to_thread(directory.retry_deletions)
     await directory.close()
     assert store.list_names(base) == [] and not deleted.exists()
+
+
+async def test_an_object_that_a_broken_upload_left_goes_once_the_stream_is_not_offloaded_any_more(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, place) as shard:
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40))
+        with failing(monkeypatch, "put_bytes"), pytest.raises(UnavailableError):
+            await shard.offload(0, place)
+        assert len(store.list_names(place)) == 1
+        shard.alter(replace(shard.settings, offload=None))
+        for now_ms in (10**6, 2 * 10**6):
+            if shard.offload_due(now_ms):
+                await shard.offload(now_ms, "")
+        assert store.list_names(place) == [] and not shard.offload_due(3 * 10**6)
+
+
+async def test_deleting_a_stream_deletes_what_a_history_of_before_left_though_nothing_else_is_in_the_store(
+    tmp_path: Path, place: str
+) -> None:
+    name, incarnation = StreamName.parse(IDENTITY.stream), IDENTITY.incarnation
+    wanted = ShardSettings(segments=SMALL, offload=Offload(place, 0), retention=Retention(size_bytes=1))
+    base = offload_base(place, IDENTITY)
+    directory = LogDirectory(tmp_path, IDENTITY.region)
+    shard = await directory.open_shard(name, incarnation, IDENTITY.shard, wanted, HOOKS)
+    for at in range(20):
+        await shard.append(batch_of(b"%d" % at * 40))
+    await directory.offload(shard, 0, place)
+    await shard.sweep(1_000)
+    await directory.offload(shard, 0, place)
+    assert store.list_names(base) == [], "retention let go of all of it"
+    left = f"{30:020d}-{7:010d}.seg"
+    store.put_bytes(b"left", object_url(base, left))
+    await directory.delete_stream(name, incarnation)
+    await asyncio.to_thread(directory.retry_deletions)
+    await directory.close()
+    assert store.list_names(base) == []
+
+
+async def test_nothing_is_kept_of_what_retention_lets_go_of_while_it_is_fetched(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, place) as shard:
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40))
+        await shard.offload(0, place)
+        disk, real = shard._disk, store.get_file
+        assert disk is not None
+
+        def slowly(*arguments: object) -> store.Digest:
+            disk.delete_old(Retention(size_bytes=1), 1_000, below=disk.end_offset)
+            return real(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store, "get_file", slowly)
+        with pytest.raises(OffsetOutOfRangeError):
+            await shard.read(0, 2_000)
+        assert not [name for name in DiskFiles().names(tmp_path) if name.endswith(FETCHED_SUFFIX)]
+        assert shard._reader is not None and shard._reader._store.cache.held_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "full"])
+async def test_a_repeated_batch_is_known_where_its_segment_went_to_the_store_before_anybody_wrote_its_producer_down(
+    tmp_path: Path, place: str, how: str
+) -> None:
+    """The snapshot that follows each roll was not written: the process was killed between the two, or the disk had no room."""
+
+    class WithoutSnapshots(DiskFiles):
+        is_full = True
+
+        def open(self, path: Path, flags: int) -> int:
+            if self.is_full and flags & os.O_CREAT and SNAPSHOT_SUFFIX in path.name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().open(path, flags)
+
+        def remove(self, path: Path) -> None:
+            super().remove(path)
+            self.is_full = self.is_full and path.suffix != ".seg"
+
+    files, folder, killed = WithoutSnapshots(), tmp_path / "a", tmp_path / "b"
+    async with serving(folder, place, files=files) as shard:
+        first = await shard.append(batch_of(b"once" * 30, producer=7))
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40, producer=8, sequence=at))
+        if how == "full":
+            await shard.offload(0, place)
+            assert not shard._disk.segments[0].is_local  # type: ignore[union-attr]
+        shutil.copytree(folder, killed)
+    folder, killed = killed, tmp_path / "c"
+    if how == "killed":
+        async with serving(folder, place) as shard:
+            await shard.offload(0, place)
+            assert not shard._disk.segments[0].is_local  # type: ignore[union-attr]
+            shutil.copytree(folder, killed)
+        folder = killed
+    async with serving(folder, place) as shard:
+        again = await shard.append(batch_of(b"once" * 30, producer=7))
+        assert again.duplicate and again.base_offset == first.base_offset
 
 
 async def test_closing_ends_an_upload(tmp_path: Path, place: str) -> None:

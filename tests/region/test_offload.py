@@ -163,3 +163,52 @@ async def test_a_lost_folder_is_restored_with_the_command(
         await fill(region, last, 20)
         assert await read_all(region, last + 20) == expected(last + 20)
     assert store.list_names(f"file://{tmp_path}/nowhere") == []
+
+
+async def test_a_restoration_that_ends_between_two_shards_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    folder = make_region(tmp_path, "us-east")
+    url = f"file://{tmp_path}/store"
+    storage = StorageConfig(offload_allow=(url,))
+    async with running(folder, storage=storage) as node, client(folder) as region:
+        await region.create_stream(ROLLS, shards=3, views=Views(offload=Offload(url, 0)))
+        rolls = region.stream(ROLLS)
+        for begin in range(0, 600, 30):
+            await asyncio.gather(
+                *(rolls.publish(b"secret %d" % at * 10, key=b"%d" % at) for at in range(begin, begin + 30))
+            )
+        stream = node.broker.stream(felix.StreamName.parse(ROLLS))
+        await until(
+            lambda: all(one.segment_count > 2 and not one.offload_waiting_bytes for one in stream.serving)
+        )
+    (held,) = (path for path in (folder.root / "data" / "streams").iterdir() if "rolls" in path.name)
+    stored = files_below(tmp_path / "store")
+    for number in (1, 2):
+        shutil.rmtree(held / f"{number:05d}")
+    kept = {path: path.read_bytes() for path in files_below(held / "00000")}
+
+    def run(*words: str) -> tuple[int, str]:
+        answer = CliRunner().invoke(app, list(words))
+        return answer.exit_code, answer.stdout or str(answer.exception)
+
+    newest = max((tmp_path / "store").rglob("00002/*.seg"))
+    newest.rename(tmp_path / "away")
+    code, said = run("log", "restore", ROLLS, url)
+    assert code != 0 and "does not do what it was asked" in said
+    assert (held / "00001").exists() and not list((held / "00002").glob("*.seg"))
+    async with running(folder, storage=storage) as node, client(folder) as region:
+        # What is not whole is not begun anew, and nothing of it is in the way of the next attempt.
+        serving = node.broker.stream(felix.StreamName.parse(ROLLS)).serving
+        assert sorted(one.identity.shard for one in serving) == [0, 1]
+    assert not list((held / "00002").glob("*.seg"))
+    (tmp_path / "away").rename(newest)
+    code, said = run("log", "restore", ROLLS, url, "--json")
+    told = json.loads(said)
+    assert code == 0 and [one["shard"] for one in told["shards"]] == [2] and told["kept"] == [0, 1]
+    assert run("log", "verify", "--open", "--remote")[0] == 0
+    assert set(stored) <= set(files_below(tmp_path / "store"))
+    assert all(path.read_bytes() == data for path, data in kept.items() if path.suffix == ".seg")
+    async with running(folder, storage=storage) as node:
+        assert len(node.broker.stream(felix.StreamName.parse(ROLLS)).serving) == 3
