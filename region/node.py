@@ -84,6 +84,7 @@ class Node:
             parts.transactions,
             listener,
             parts.services.relays,
+            self._not_ready,
         )
         self.health: HealthServer | None = None
         """where one is configured"""

@@ -57,7 +57,7 @@ from region.subscriptions.letters import LetterQueues
 from region.subscriptions.redrive import Redrive
 from region.subscriptions.reservations import Reservations
 from region.subscriptions.store import SubscriptionStore
-from region.subscriptions.subscription import DurableSubscription, ranges_of
+from region.subscriptions.subscription import Counts, DurableSubscription, ranges_of
 from region.views.dead_letter import dead_letter_name
 
 log = logging.getLogger("felix.region.subscriptions")
