@@ -139,7 +139,7 @@ class BrokerCollector(Collector):
                 totals[name, what] += account.totals[what]
             for what, ms in quotas.throttled_ms(account).items():
                 slowed[name, what] = slowed.get((name, what), 0.0) + ms / 1000
-            for code, count in account.refused.items():
+            for code, count in list(account.refused.items()):
                 refused[name, code] += count
         used = CounterMetricFamily(
             "felix_tenant_used", "Bytes, records and requests of a tenant.", labels=["tenant", "limit"]
