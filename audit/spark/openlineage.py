@@ -216,9 +216,13 @@ def check_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna")
-        is_one = parts.scheme in ("http", "https") and bool(host) and "@" not in parts.netloc and parts.port != 0
+        is_one = (
+            parts.scheme in ("http", "https") and bool(host) and "@" not in parts.netloc and parts.port != 0
+        )
         # As http.client takes them.
-        is_one = is_one and not re.search(r"[^!-~]", parts.path + parts.query) and not re.search(r"[#\s]", url)
+        is_one = (
+            is_one and not re.search(r"[^!-~]", parts.path + parts.query) and not re.search(r"[#\s]", url)
+        )
     except ValueError:
         is_one = False
     if not is_one:

@@ -75,7 +75,9 @@ def test_who_hangs_on_takes_few_threads_and_gives_way_to_who_asks(capfd: pytest.
     try:
         with ExitStack() as hanging:
             for _ in range(4 * CONNECTIONS_MAX):
-                hanging.enter_context(socket.create_connection(server.address, timeout=10)).sendall(b"GET /li")
+                hanging.enter_context(socket.create_connection(server.address, timeout=10)).sendall(
+                    b"GET /li"
+                )
             with urllib.request.urlopen(f"http://127.0.0.1:{server.address[1]}/livez", timeout=10) as page:
                 assert page.status == 200
             deadline = time.monotonic() + 5

@@ -246,7 +246,9 @@ def test_an_endpoint_that_speaks_no_http_is_an_error(made: list[dict[str, Any]])
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 100 Continue\r\n\r\n"])
-def test_an_endpoint_that_trickles_its_answer_is_left_in_time(made: list[dict[str, Any]], head: bytes) -> None:
+def test_an_endpoint_that_trickles_its_answer_is_left_in_time(
+    made: list[dict[str, Any]], head: bytes
+) -> None:
     left = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
