@@ -117,8 +117,22 @@ def _flush_if_read() -> None:
         _leave_stdout()
 
 
+def _take_closed_streams() -> None:
+    """Where the caller closed a standard stream, as `>&-` does, it is /dev/null. Else the next file that is opened, a socket or a log of the broker, gets
+    its number: what is printed would be written into that, and libuv ends a process whose sockets have such a number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def main(command: typer.Typer = app) -> None:
     """Run a command line, `felix` where none is given. Every error that has a reason outside this program becomes a sentence and an exit code."""
+    _take_closed_streams()
     ended_by = int(signal.SIGINT)
 
     def terminate(number: int, _frame: FrameType | None) -> None:

@@ -1,21 +1,24 @@
 """A process's health page: `/metrics` for Prometheus, `/livez` (it answers), `/readyz` (it serves) and `/syncz` (it serves, and has all that it should), with the
 reason.
 
-The server runs on a thread of its own; it reads numbers and never calls into what it reports of. Brokers and bridge
-agents use it; applications need not.
+The server runs on a thread of its own, and each connection on one, of which there are few; it reads numbers and never calls into what it reports of. Whoever
+reaches the address is answered, and takes no more of the process than the limits below. Brokers and bridge agents use it; applications need not.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
+import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from socketserver import ThreadingMixIn
-from threading import Lock, Thread
+from threading import BoundedSemaphore, Lock, Thread
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
@@ -26,16 +29,47 @@ from prometheus_client.registry import Collector
 from felix.address import Address
 from felix.errors import AddressInUseError, Code, RequestError
 
+log = logging.getLogger("felix.health")
+
 ACCEPT_AGAIN_S: Final = 0.2
 """How soon a connection is looked at again that could not be taken."""
+CONNECTIONS_MAX: Final = 32
+"""Each has a thread and a descriptor, of which the process needs its own. The oldest makes room for a new one: a probe is answered at once, whoever else hangs on."""
+COLLECTING_MAX: Final = 2
+"""Pages of metrics that are made at once: of ten thousand streams, one takes 20 MB and some seconds of a processor."""
+COLLECT_WAIT_S: Final = 10.0
+"""For a place among those: as long as Prometheus waits, unless it is told otherwise."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     """Keeps a descriptor back: where the process may open no more files, one connection at a time is answered, which says so."""
 
     daemon_threads = True
+    request_queue_size = CONNECTIONS_MAX
     _spare: int | None = None
     _spare_lock = Lock()
+
+    def __init__(self, *given: Any) -> None:
+        self._open: dict[socket.socket, None] = {}
+        """in the order in which they came"""
+        self._open_lock = Lock()
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._open_lock:
+            self._open[request] = None
+            if len(self._open) > CONNECTIONS_MAX:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                # Its thread finds that nothing more comes, and closes it.
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Of a connection that hangs, or ends in the middle, nothing is said."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("a request for the health page failed")
 
     def server_activate(self) -> None:
         super().server_activate()
@@ -58,6 +92,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         raise BlockingIOError(errno.EAGAIN, "no descriptor is free")
 
     def shutdown_request(self, request: Any) -> None:
+        with self._open_lock:
+            self._open.pop(request, None)
         super().shutdown_request(request)
         with self._spare_lock, suppress(OSError):
             if self._spare is None:
@@ -77,6 +113,10 @@ class _Quiet(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         pass
+
+    def get_stderr(self) -> Any:
+        """Where wsgiref writes of readers that do not read: nowhere. What fails here is logged here."""
+        return io.StringIO()
 
 
 class HealthServer:
@@ -99,13 +139,22 @@ class HealthServer:
         }
         registry = CollectorRegistry()
         registry.register(collector)
-        metrics = make_wsgi_app(registry)
+        metrics, places = make_wsgi_app(registry), BoundedSemaphore(COLLECTING_MAX)
 
         def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
             path = environ.get("PATH_INFO", "")
             if path == "/metrics":
-                page: Iterable[bytes] = metrics(environ, start_response)
-                return page
+                if not places.acquire(timeout=COLLECT_WAIT_S):
+                    start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+                    return [f"Felix: {COLLECTING_MAX} others are asking for metrics already\n".encode()]
+                try:
+                    page: Iterable[bytes] = metrics(environ, start_response)
+                    return page
+                except Exception:
+                    log.exception("metrics could not be collected")
+                    raise
+                finally:
+                    places.release()
             if (check := checks.get(path)) is not None:
                 reason = check()
                 status = "503 Service Unavailable" if reason else "200 OK"

@@ -381,7 +381,11 @@ class Clustered:
 
     def gauges(self) -> dict[str, float]:
         """Of the broker as a whole, and where it is the controller of the region, by name. From every thread."""
-        found = condition.counts(self.member.mirror.view, self.member.broker, self.audit_home)
+        member = self.member
+        view = member.mirror.view
+        # Of a store that went back nobody answers for anything, though it answers.
+        is_answered = member.refusal() is None or view.frozen is not None
+        found = condition.counts(view, member.broker, self.audit_home, is_answered=is_answered)
         return found if self.replicas is None else found | self.replicas.gauges()
 
     def out_of_sync(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from felix.errors import FelixError
 from felix.transport.intake import HELD_BYTES_MAX
 from felix.transport.port import Listener
@@ -30,7 +32,9 @@ class BrokerGauges:
         transactions: Coordinator,
         listener: Listener,
         relays: RelayService,
+        not_ready: Callable[[], str],
     ) -> None:
+        """`not_ready`: why the broker does not serve, or an empty string."""
         self._broker = broker
         self._directory = directory
         self._governance = governance
@@ -40,11 +44,13 @@ class BrokerGauges:
         self._transactions = transactions
         self._listener = listener
         self._relays = relays
+        self._not_ready = not_ready
 
     def values(self) -> dict[str, float]:
         """Of the broker as a whole, by name."""
         status = self._governance.trail.status()
         return {
+            "ready": float(not self._not_ready()),
             **self._broker.gauges(),
             **self._subscriptions.gauges(),
             **self._listener_gauges(),

@@ -13,7 +13,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from felix.errors import FelixError
+from felix.errors import Code, FelixError
 from felix.frames import GapReason
 from felix.quota import RATES
 from region.limits.quota import Quotas
@@ -37,8 +37,9 @@ class BrokerMetrics:
         self.delivered_bytes = 0
         self.ingested_records = 0
         self.authenticated = 0
-        self.gaps: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
+        # Each at 0 from the start: the increase of a series that begins with its first event is none.
+        self.gaps: Counter[str] = Counter({reason.name.lower(): 0 for reason in GapReason})
+        self.refusals: Counter[str] = Counter({code.name.lower(): 0 for code in Code})
 
     def delivered(self, records: int, size: int) -> None:
         self.delivered_records += records
@@ -138,7 +139,7 @@ class BrokerCollector(Collector):
                 totals[name, what] += account.totals[what]
             for what, ms in quotas.throttled_ms(account).items():
                 slowed[name, what] = slowed.get((name, what), 0.0) + ms / 1000
-            for code, count in account.refused.items():
+            for code, count in list(account.refused.items()):
                 refused[name, code] += count
         used = CounterMetricFamily(
             "felix_tenant_used", "Bytes, records and requests of a tenant.", labels=["tenant", "limit"]

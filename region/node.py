@@ -83,6 +83,7 @@ class Node:
             parts.transactions,
             listener,
             parts.services.relays,
+            self._not_ready,
         )
         self.health: HealthServer | None = None
         """where one is configured"""

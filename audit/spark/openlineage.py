@@ -15,11 +15,14 @@ Events are pure; `post` alone touches the network.
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Final
 from urllib.parse import urlsplit
 from uuid import NAMESPACE_URL, uuid5
@@ -210,10 +213,50 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def check_url(url: str) -> str:
     """The URL that events are posted to. Raises RequestError unless it is http or https with a host."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RequestError(f"{url!r} is no OpenLineage endpoint: expected http(s)://host[:port][/path].")
-    return url if parts.path.strip("/") else url.rstrip("/") + ENDPOINT_PATH
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        is_one = (
+            parts.scheme in ("http", "https") and bool(host) and "@" not in parts.netloc and parts.port != 0
+        )
+        # As http.client takes them.
+        is_one = (
+            is_one and not re.search(r"[^!-~]", parts.path + parts.query) and not re.search(r"[#\s]", url)
+        )
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise RequestError(
+            f"{url!r} is no OpenLineage endpoint: expected http(s)://host[:port][/path].",
+            hint="Give neither a user nor a fragment, and write other characters of a path as %C3%A4.",
+        )
+    return url if parts.path.strip("/") else parts._replace(path=ENDPOINT_PATH).geturl()
+
+
+def _in_time(opener: urllib.request.OpenerDirector, request: urllib.request.Request, timeout_s: float) -> int:
+    """The status that a request is answered with. Raises OSError, HTTPException; also where that takes longer than `timeout_s`, however the endpoint
+    spends it: the timeout of a socket is for each read, and bytes may trickle in for ever. A thread that waits for those is left behind."""
+    answered: SimpleQueue[int | Exception] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            try:
+                with opener.open(request, timeout=timeout_s) as answer:
+                    answered.put(answer.status)
+            except urllib.error.HTTPError as error:
+                answered.put(error.code)
+                error.close()
+        except Exception as error:
+            answered.put(error)
+
+    Thread(target=ask, name="felix-lineage", daemon=True).start()
+    try:
+        status = answered.get(timeout=timeout_s)
+    except Empty:
+        raise TimeoutError(f"no whole answer came within {timeout_s:g} s") from None
+    if isinstance(status, Exception):
+        raise status
+    return status
 
 
 def post(made: Sequence[Mapping[str, Any]], url: str, timeout_s: float = POST_TIMEOUT_S) -> int:
@@ -232,11 +275,7 @@ def post(made: Sequence[Mapping[str, Any]], url: str, timeout_s: float = POST_TI
             method="POST",
         )
         try:
-            with opener.open(request, timeout=timeout_s) as answer:
-                status = answer.status
-        except urllib.error.HTTPError as error:
-            status = error.code
-            error.close()
+            status = _in_time(opener, request, timeout_s)
         except (HTTPException, OSError) as error:
             # An endpoint that speaks something else ends in the former; a URLError is one of the latter, and has its reason.
             reason = getattr(error, "reason", error)

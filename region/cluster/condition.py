@@ -13,11 +13,12 @@ SHOWN: Final = 3
 """Shards that a sentence names."""
 
 
-def counts(view: ClusterView, broker: str, audit_home: str) -> dict[str, float]:
+def counts(view: ClusterView, broker: str, audit_home: str, *, is_answered: bool = True) -> dict[str, float]:
     """By name, as `broker` is to show them: all 0 but the first where another one is the controller. `audit_home`: the broker that writes the
-    audit log; empty while nobody does. From every thread."""
-    controller = view.controller
-    tells = controller is None or controller.broker == broker
+    audit log; empty while nobody does. `is_answered`: whether the metadata store answers the broker. Where it does not, the view may be of long ago, also
+    that there is a controller. From every thread."""
+    controller = view.controller if is_answered else None
+    tells = is_answered and (controller is None or controller.broker == broker)
     alive, nodes = set(view.alive), dict(view.nodes)
     under = below = without = 0
     leads = {each: 0 for each, node in nodes.items() if each in alive and not node.drain}

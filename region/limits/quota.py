@@ -464,9 +464,9 @@ class Quotas:
         return len(self._accounts)
 
     def accounts(self) -> Iterator[Account]:
-        """All that are known now, tenants first, by name."""
-        keys = sorted(self._accounts, key=lambda key: (key[0] != "tenant", key[1]))
-        return (self._accounts[key] for key in keys)
+        """All that are known now, tenants first, by name. From every thread: one that is forgotten meanwhile is left out."""
+        keys = sorted(list(self._accounts), key=lambda key: (key[0] != "tenant", key[1]))  # noqa: C414 - copied in one step
+        return (account for key in keys if (account := self._accounts.get(key)) is not None)
 
     def known(self) -> list[tuple[Scope, str]]:
         """Who has an account or limits of their own; tenants first, by name."""

@@ -57,7 +57,7 @@ from region.subscriptions.letters import LetterQueues
 from region.subscriptions.redrive import Redrive
 from region.subscriptions.reservations import Reservations
 from region.subscriptions.store import SubscriptionStore
-from region.subscriptions.subscription import DurableSubscription, ranges_of
+from region.subscriptions.subscription import Counts, DurableSubscription, ranges_of
 from region.views.dead_letter import dead_letter_name
 
 log = logging.getLogger("felix.region.subscriptions")
@@ -94,6 +94,7 @@ class SubscriptionService:
         self._mirror = mirror
         self._held: dict[StreamName, _Loaded] = {}
         self._generation = 0
+        self._counts = Counts()
         self._reservations = Reservations()
         self._letters = LetterQueues(broker, catalog, queues)
         self._redrive = Redrive(self._letters)
@@ -213,7 +214,7 @@ class SubscriptionService:
             log.info("%s of %s begins anew: the stream was created again", definition.name, stream.name)
             definition = await self._catalog.move_subscription(definition, stream.record.incarnation)
         subscription = DurableSubscription(
-            self._broker, stream, definition, held.stores, self._next_generation
+            self._broker, stream, definition, held.stores, self._next_generation, self._counts
         )
         starts: dict[int, int] = {}
         for number in range(len(held.stores)):
@@ -683,17 +684,14 @@ class SubscriptionService:
 
     def _all(self) -> Iterator[DurableSubscription]:
         for held in list(self._held.values()):
-            yield from held.by_name.values()
+            yield from list(held.by_name.values())
 
     def gauges(self) -> dict[str, float]:
-        """Sums over all durable subscriptions."""
-        lag = out = consumers = count = redelivered = dead = skipped = 0
+        """Sums over all durable subscriptions; what is counted since the start, also of those that are gone: it never falls."""
+        lag = out = consumers = count = 0
         for each in self._all():
             count += 1
             consumers += each.consumer_count
-            redelivered += each.redelivered
-            dead += each.dead
-            skipped += each.skipped
             try:
                 behind, unacked = each.stats()
             except FelixError:
@@ -705,9 +703,9 @@ class SubscriptionService:
             "consumers": consumers,
             "consumer_lag_records": lag,
             "consumer_unacked_records": out,
-            "consumer_redelivered_records": redelivered,
-            "consumer_dead_records": dead,
-            "consumer_skipped_records": skipped,
+            "consumer_redelivered_records": self._counts.redelivered,
+            "consumer_dead_records": self._counts.dead,
+            "consumer_skipped_records": self._counts.skipped,
         }
 
     def traffic(self) -> list[ReaderTraffic]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -74,8 +75,17 @@ class Member(Protocol):
         """The consumer ends."""
 
 
+@dataclass(slots=True)
+class Counts:
+    """What became of records since the start: of one subscription, or of all that a broker has had, those that are gone included."""
+
+    redelivered: int = 0
+    dead: int = 0
+    skipped: int = 0
+
+
 class DurableSubscription:
-    """See the module. `stores` are in order of their shards."""
+    """See the module. `stores` are in order of their shards; `total` counts for all subscriptions of the broker."""
 
     def __init__(
         self,
@@ -84,13 +94,13 @@ class DurableSubscription:
         definition: Subscription,
         stores: Sequence[SubscriptionStore],
         next_generation: Callable[[], int],
+        total: Counts,
     ) -> None:
         self.stream = stream
         self.definition = definition
         self.id = bytes.fromhex(definition.id)
-        self.redelivered = 0
-        self.dead = 0
-        self.skipped = 0
+        self._counts = Counts()
+        self._counted = self._counts, total
         self._clock = WallClock(broker.streams_ms, broker.boot_ms, self._clock_set)
         self.active_ms = broker.streams_ms()
         """When there was a consumer for the last time; the start of the broker where there was none since."""
@@ -327,10 +337,12 @@ class DurableSubscription:
 
     def gone(self, shard: int, next_offset: int) -> None:
         progress = self.progress(shard)
-        self.skipped += sum(
+        skipped = sum(
             following - first
             for first, following in progress.settled.missing(progress.committed, next_offset)
         )
+        for counts in self._counted:
+            counts.skipped += skipped
         self._write(shard, progress.gone(next_offset))
 
     # -- time ------------------------------------------------------------------------------------------
@@ -371,12 +383,15 @@ class DurableSubscription:
         if owner is None or shard in self._group.draining:
             return
         for again in progress.again(now_ms):
-            self.redelivered += sum(following - first for first, following in again.ranges)
+            redelivered = sum(following - first for first, following in again.ranges)
+            for counts in self._counted:
+                counts.redelivered += redelivered
             self._members[owner].redelivered(shard, progress.generation, again)
 
     def buried(self, records: int) -> None:
         """So many records are dead letters now."""
-        self.dead += records
+        for counts in self._counted:
+            counts.dead += records
         for member in self._members.values():
             asyncio.get_running_loop().call_soon(member.wake)
         self._arm()
@@ -534,9 +549,9 @@ class DurableSubscription:
             self.stream.incarnation,
             [self._describe_shard(n, (lag_ms or {}).get(n, -1)) for n in range(len(self._stores)) if detail],
             [self._describe_member(*each) for each in self._members.items() if detail],
-            self.redelivered,
-            self.dead,
-            self.skipped,
+            self._counts.redelivered,
+            self._counts.dead,
+            self._counts.skipped,
         )
 
     def _describe_shard(self, number: int, lag_ms: int) -> SubscriptionShard:

@@ -128,3 +128,22 @@ def test_every_public_name_of_the_sdk_is_found_and_no_other() -> None:
     assert set(felix.__all__) <= set(dir(felix))
     with pytest.raises(AttributeError, match="nothing"):
         _ = felix.nothing
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_the_caller_closed_is_taken_by_no_socket(tmp_path: Path, closed: str) -> None:
+    """Else what is printed goes into whatever was opened next, and libuv ends the process."""
+    folder = make_region(tmp_path, "us-east")
+    port = claim_port()
+    folder.profile.write_text(folder.profile.read_text().replace(":0", f":{port}"))
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-m", "cli.main", "stream", "list"],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path),
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == EXIT_UNAVAILABLE, done.stderr
+    assert "2>&-" in closed or done.stderr.startswith("felix: "), done.stderr
+    assert "Traceback" not in done.stderr

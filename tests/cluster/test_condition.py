@@ -37,6 +37,10 @@ def test_each_state_of_a_region_is_counted_by_its_controller_alone() -> None:
         "cluster_frozen": 1,
     }
     assert not any(counts(view, "b", "c").values()), "the controller tells it"
+    for broker in "ab":
+        cut_off = counts(view, broker, "c", is_answered=False)
+        assert cut_off.pop("cluster_controller_missing") == 1, "whoever it was when the store last answered"
+        assert not any(each for name, each in cut_off.items() if "leaders" not in name)
     alone = counts(view_of(NODES, {"a": 5, "b": 5}, SHARDS), "b", "a")
     assert alone["cluster_controller_missing"] == 1
     assert alone["cluster_shards_under_replicated"] == 2, "nobody else tells it"

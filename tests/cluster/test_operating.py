@@ -395,3 +395,24 @@ async def test_top_shows_what_goes_through_all_brokers(
         async with asyncio.timeout(60):
             while found is None or found.broker != "b1, b2, b3":
                 found = await brokers.look("", "", "in")
+
+
+async def test_a_region_whose_metadata_store_is_away_says_that_it_has_no_controller(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """Nobody serves then, and what brokers last heard, the controller among it, is of before: every page says so."""
+    async with serving(tmp_path, etcd, lease_ms=2_000) as region:
+
+        def shown(name: str) -> list[tuple[float, float]]:
+            found = [node.gauges.values() for node in region.nodes.values()]
+            return [(each["ready"], each[name]) for each in found]
+
+        missing = "cluster_controller_missing"
+        await until(lambda: shown(missing) == [(1, 0)] * 3)
+        etcd.kill()
+        try:
+            await until(lambda: shown(missing) == [(0, 1)] * 3)
+            assert shown("cluster_brokers_away") == [(0, 0)] * 3, "nobody knows"
+        finally:
+            etcd.start()
+        await until(lambda: shown(missing) == [(1, 0)] * 3)

@@ -30,6 +30,7 @@ from felix.settings import Deduplication, Views
 from region.cluster import condition
 from region.cluster.records import ClusterKeys
 from region.cluster.view import ClusterView
+from region.metrics import BrokerMetrics
 
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "felix.rules.yaml").read_text())
 ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
@@ -132,6 +133,18 @@ def test_every_metric_that_is_named_is_shown_by_a_process(shown: set[str]) -> No
 def test_every_metric_is_on_the_dashboard(shown: set[str]) -> None:
     assert shown - names_in(EXPRESSIONS) == set()
     assert len(shown) > 100  # the pages were read, and were those of a broker and an agent
+
+
+def test_a_refusal_that_an_alert_counts_is_shown_before_it_happens() -> None:
+    """Prometheus sees no increase in a series that begins with its first event."""
+    asked = {
+        code
+        for alert in ALERTS
+        for codes in re.findall(r'felix_refusals_total{code=~?"([a-z_|]+)"}', alert["expr"])
+        for code in codes.split("|")
+    }
+    shown = BrokerMetrics().refusals
+    assert asked and {code: shown.get(code) for code in asked} == dict.fromkeys(asked, 0)
 
 
 def test_an_alert_says_what_is_wrong_and_where_to_read_on() -> None:

@@ -205,6 +205,16 @@ def test_idle_accounts_are_forgotten_those_in_use_are_not(clock: Clock) -> None:
 # -- limits as values ------------------------------------------------------------------------------------
 
 
+def test_an_account_that_is_forgotten_while_metrics_are_collected_ends_no_page(clock: Clock) -> None:
+    """They are collected on another thread."""
+    quotas = Quotas(clock)
+    quotas.enter("first").close()
+    accounts = quotas.accounts()
+    for number in range(IDLE_MAX):
+        quotas.enter(f"client-{number}").close()
+    assert list(accounts) == []
+
+
 def test_own_limits_stand_before_the_default_and_zero_is_without_bound() -> None:
     default = QuotaLimits(sessions=5, requests=100)
     found = QuotaLimits(sessions=0).in_force(default)

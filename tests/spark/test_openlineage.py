@@ -14,6 +14,7 @@ import threading
 import types
 import typing
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,37 @@ def test_an_endpoint_that_speaks_no_http_is_an_error(made: list[dict[str, Any]])
         thread.join()
 
 
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 100 Continue\r\n\r\n"])
+def test_an_endpoint_that_trickles_its_answer_is_left_in_time(
+    made: list[dict[str, Any]], head: bytes
+) -> None:
+    left = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                while not left.wait(0.05):
+                    connection.sendall(head or b"H")
+                    head_sent = head.startswith(b"HTTP/1.1 200")
+                    while head_sent and not left.wait(0.05):
+                        connection.sendall(b"x")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        watchdog = threading.Timer(30, left.set)
+        watchdog.start()
+        try:
+            with pytest.raises(UnavailableError, match=r"0 of 4 events: no whole answer came within 0\.5 s"):
+                post(made, f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.5)
+            assert not left.is_set()
+        finally:
+            watchdog.cancel()
+            left.set()
+            thread.join()
+
+
 def test_nobody_listening_is_an_error(made: list[dict[str, Any]], endpoint: Endpoint) -> None:
     url = endpoint.url
     endpoint.server.socket.close()
@@ -251,8 +283,17 @@ def test_nobody_listening_is_an_error(made: list[dict[str, Any]], endpoint: Endp
         post(made, url, timeout_s=5)
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "localhost:5000", "file:///etc/passwd", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host", "localhost:5000", "file:///etc/passwd", "http://", "http://[::1", "http://host:port/", "http://host:99999/",
+        "http://host:0/", "http://.../", "http://" + "a" * 300, "http://host/p\u00e4th", "http://host/a b",
+        "http://name:word@host/", "http://host/#part",
+    ],
+)  # fmt: skip
 def test_only_http_urls_are_endpoints(url: str) -> None:
     with pytest.raises(RequestError, match="no OpenLineage endpoint"):
         check_url(url)
     assert openlineage.check_url("https://lineage.example/") == "https://lineage.example/api/v1/lineage"
+    assert check_url("http://h\u00f6st/") == "http://h\u00f6st/api/v1/lineage"
+    assert check_url("http://[::1]:5000?key=1") == "http://[::1]:5000/api/v1/lineage?key=1"

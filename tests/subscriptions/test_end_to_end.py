@@ -503,6 +503,28 @@ async def test_retention_that_overtakes_a_position_is_told_and_counted(region: f
                 await asyncio.sleep(0.01)
 
 
+async def test_what_is_counted_for_alerts_never_falls_with_a_subscription(
+    node: Node, region: felix.RegionClient
+) -> None:
+    """Prometheus takes a fall for a restart, and what is left for an increase: an alert of lost records."""
+    await region.create_stream(ORDERS, durability=Durability("ephemeral"), ring_bytes=1 << 20)
+    orders = region.stream(ORDERS)
+    for name in ("billing", "shipping"):
+        async with orders.consumer(name, start="earliest"):
+            pass
+    for n in range(40):
+        await publish(region, b"%d" % n + b"." * 60_000)
+    skipped = 0
+    for name in ("billing", "shipping"):
+        async with orders.consumer(name) as consumer:
+            skipped += (await take(consumer, 1))[0].offset
+    assert node.gauges.values()["consumer_skipped_records"] == skipped > 0
+    await orders.delete_subscription("billing")
+    assert node.gauges.values()["consumer_skipped_records"] == skipped
+    await region.delete_stream(ORDERS)
+    assert node.gauges.values()["consumer_skipped_records"] == skipped
+
+
 async def test_a_stream_that_is_created_again_is_read_from_its_start(
     node: Node, region: felix.RegionClient
 ) -> None:
