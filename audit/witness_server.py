@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ log = logging.getLogger("felix.audit.witness")
 
 HEAD_BYTES_MAX: Final = 16_384
 """A request's first line and headers."""
+_UNFIT: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What no line of a head has. A proxy before this server may take a lone line feed for the end of a line."""
 _BACKLOG: Final = 100
 _ACCEPT_AGAIN_S: Final = 0.2
 _REASONS: Final = {
@@ -181,10 +184,11 @@ class WitnessServer:
             first = await reader.read(1)
         if not first:
             return False
-        keep_alive = False
+        keep_alive = is_head = False
         try:
             async with asyncio.timeout(self._limits.request_s):
                 head = await _read_head(first, reader)
+                is_head = head.method == "HEAD"
                 body = await _read_body(head, reader, writer)
             answer = await self._answer(head, body)
             keep_alive = head.keep_alive
@@ -193,7 +197,7 @@ class WitnessServer:
         except TimeoutError:
             answer = Answer(408, b"The request took too long.\n")
         async with asyncio.timeout(self._limits.request_s):
-            writer.write(_encode(answer, keep_alive=keep_alive))
+            writer.write(_encode(answer, keep_alive=keep_alive, has_body=not is_head))
             await writer.drain()
         return keep_alive
 
@@ -207,7 +211,7 @@ class WitnessServer:
                 return await loop.run_in_executor(self._worker, self._service.add_checkpoint, body)
             hash_, _, rest = path[1:].partition("/")
             if rest == "checkpoint" and len(hash_) == 64:
-                if head.method != "GET":
+                if head.method not in ("GET", "HEAD"):
                     return Answer(405, b"A checkpoint is read with GET.\n")
                 return await loop.run_in_executor(self._worker, self._service.checkpoint, hash_)
         except Exception:
@@ -244,6 +248,8 @@ async def _read_head(first: bytes, reader: asyncio.StreamReader) -> _Head:
     except asyncio.LimitOverrunError:
         raise _Refused(431, f"A request's head has {HEAD_BYTES_MAX} bytes at most.") from None
     lines = raw.decode("latin-1")[:-4].split("\r\n")
+    if any(map(_UNFIT.search, lines)):
+        raise _Refused(400, "The head of the request has control characters.")
     words = lines[0].split(" ")
     if len(words) != 3 or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
         raise _Refused(400, "This is not an HTTP/1.1 request.")
@@ -277,11 +283,11 @@ async def _read_body(head: _Head, reader: asyncio.StreamReader, writer: asyncio.
     return await reader.readexactly(size)
 
 
-def _encode(answer: Answer, *, keep_alive: bool) -> bytes:
+def _encode(answer: Answer, *, keep_alive: bool, has_body: bool = True) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}\r\n"
         f"Content-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\n"
         f"Connection: {'keep-alive' if keep_alive else 'close'}\r\n\r\n"
     )
-    return head.encode() + answer.body
+    return head.encode() + (answer.body if has_body else b"")
