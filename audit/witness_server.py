@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from audit.witness_admission import Admission, Limits, Network
 from audit.witness_protocol import ADD_CHECKPOINT, REQUEST_BYTES_MAX
-from audit.witness_service import Answer, WitnessService
+from audit.witness_service import Answer, Told, WitnessService
 from felix.runtime.real import REAL
 from felix.structs import prepare_structs
 
@@ -35,6 +35,8 @@ _UNFIT: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """What no line of a head has. A proxy before this server may take a lone line feed for the end of a line."""
 _BACKLOG: Final = 100
 _ACCEPT_AGAIN_S: Final = 0.2
+_FAILURES_TOLD_MAX: Final = 5
+"""In a minute, with a traceback each: who finds one of our mistakes writes no more than that into the log."""
 _REASONS: Final = {
     200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
     409: "Conflict", 411: "Length Required", 413: "Content Too Large", 422: "Unprocessable Content",
@@ -96,6 +98,7 @@ class WitnessServer:
         bounds = Limits(most.connections, most.connections_of_one, most.connections_of_clients)
         self._admission: Admission[asyncio.Task[None]] = Admission(bounds, clients)
         self._accepting: list[asyncio.Task[None]] = []
+        self._failures = Told(_FAILURES_TOLD_MAX)
 
     async def start(self) -> None:
         """Listen; `port` is the one that was taken. Raises OSError where the address cannot be used."""
@@ -173,10 +176,14 @@ class WitnessServer:
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         except Exception:
-            log.exception("a connection failed")
+            self._tell_failure("a connection failed")
         finally:
             # What the other end does not take, or does not close, holds no descriptor.
             transport.abort()
+
+    def _tell_failure(self, what: str) -> None:
+        if (more := self._failures.more(int(REAL.clock.monotonic()))) is not None:
+            log.exception("%s%s", what, more)
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request of a connection. True where another may follow."""
@@ -196,6 +203,9 @@ class WitnessServer:
             answer = refused.answer
         except TimeoutError:
             answer = Answer(408, b"The request took too long.\n")
+        if writer.is_closing():
+            # The other end has gone. uvloop takes it for a mistake of ours to write then.
+            return False
         async with asyncio.timeout(self._limits.request_s):
             writer.write(_encode(answer, keep_alive=keep_alive, has_body=not is_head))
             await writer.drain()
@@ -216,7 +226,7 @@ class WitnessServer:
                 return await loop.run_in_executor(self._worker, self._service.checkpoint, hash_)
         except Exception:
             # A disk that failed, most likely: nothing was signed, and the client tries again.
-            log.exception("a request failed")
+            self._tell_failure("a request failed")
             return Answer(500, b"This witness cannot decide at the moment.\n")
         return Answer(404, b"This is a witness (c2sp.org/tlog-witness): POST add-checkpoint.\n")
 
@@ -278,7 +288,7 @@ async def _read_body(head: _Head, reader: asyncio.StreamReader, writer: asyncio.
     size = int(text)
     if size > REQUEST_BYTES_MAX:
         raise _Refused(413, f"A request has {REQUEST_BYTES_MAX} bytes at most.")
-    if head.headers.get("expect", "").lower() == "100-continue":
+    if head.headers.get("expect", "").lower() == "100-continue" and not writer.is_closing():
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return await reader.readexactly(size)
 

@@ -35,7 +35,7 @@ AGAIN_S: Final = 5
 """For so long the cosignatures of a checkpoint are given again: what they state was true then, and a log that lost an answer asks at once."""
 _GIVEN_MAX: Final = 1_024
 """Answers that are remembered for that, of 3.5 KB each."""
-_WINDOW_S: Final = 60
+TOLD_S: Final = 60
 _PROOFS_TOLD_MAX: Final = 10
 _FORKS_TOLD_MAX: Final = 2
 """Lines of each kind in that time. One of a fork has the note, of 27 KB at most."""
@@ -49,8 +49,8 @@ class Answer(NamedTuple):
     content_type: str = TEXT
 
 
-class _Told:
-    """So many lines of one kind are logged in `_WINDOW_S`; the others are counted, and the next line has their number."""
+class Told:
+    """So many lines of one kind are logged in `TOLD_S`; the others are counted, and the next line has their number."""
 
     def __init__(self, most: int) -> None:
         self._most, self._begun_s = most, 0
@@ -58,7 +58,7 @@ class _Told:
 
     def more(self, now_s: int) -> str | None:
         """None where no line is logged now; else what to add to it."""
-        if not 0 <= now_s - self._begun_s < _WINDOW_S:
+        if not 0 <= now_s - self._begun_s < TOLD_S:
             self._begun_s, self._told = now_s, 0
         if self._told >= self._most:
             self._left_out += 1
@@ -81,7 +81,7 @@ class WitnessService:
         """why it cannot cosign at the moment, as was said"""
         self._given: OrderedDict[tuple[str, Held], tuple[int, bytes]] = OrderedDict()
         """the newest answers, by checkpoint: when (POSIX seconds), and the lines; only what was stored before it was given"""
-        self._proofs, self._forks = _Told(_PROOFS_TOLD_MAX), _Told(_FORKS_TOLD_MAX)
+        self._proofs, self._forks = Told(_PROOFS_TOLD_MAX), Told(_FORKS_TOLD_MAX)
 
     def add_checkpoint(self, body: bytes) -> Answer:
         """Check, store, cosign. Never raises for what a client sent, nor for a disk that does not answer."""
