@@ -18,7 +18,9 @@ from typing import Final
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 """Unicode's categories of controls (C0, DEL, C1), of format characters (direction, joiners, tags), of surrogates that
 belong to nothing, and of line and paragraph separators."""
-_NO_INK: Final = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0\U00016fe4\U0001d159")
+_NO_INK: Final = frozenset(
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0\U00016fe4\U0001d159"
+)
 """Letters, marks and symbols that show nothing: fillers, joiners, vowels that are not written, the Braille pattern and the notehead without a dot. How wide they are is another matter in each terminal.
 Selectors of variants stay: they belong to emoji."""
 _MARKS_MAX: Final = 2

@@ -43,9 +43,7 @@ class Desk:
             kept(*what)
 
         monkeypatch.setattr(state, "keep_cosigned", keep)
-        self.service = WitnessService(
-            state, lambda: self.now_s, signers=tuple(map(counting, state.signers))
-        )
+        self.service = WitnessService(state, lambda: self.now_s, signers=tuple(map(counting, state.signers)))
 
 
 @pytest.fixture

@@ -81,10 +81,7 @@ def test_no_text_of_the_terms_looks_like_rows(
     ours = {name for name, _ in terms_rows(terms())} | {"approvals there", "policy there"}
     fakes = ["  wildcard".ljust(22) + "no", "  onward".ljust(22) + "no"]
     letters = (*BLANKS, *NO_INK, " ", " ", "a", "\u0301", "│", "東")
-    tries = []
-    for blank in (*BLANKS, *NO_INK):
-        for begins in (4, 22):
-            tries.append(forged("support", fakes, blank, begins))
+    tries = [forged("support", fakes, blank, begins) for blank in (*BLANKS, *NO_INK) for begins in (4, 22)]
     drawn = chance(246)
     tries += ["".join(drawn.choices(letters, k=drawn.randint(1, 256))) for _ in range(100)]
     for text in tries:
@@ -97,7 +94,11 @@ def test_no_text_of_the_terms_looks_like_rows(
 
 def test_what_is_named_is_told_from_what_is_not() -> None:
     said = dict(terms_rows(terms(mechanism="none named", transform=build_spec(headers=["none"]))))
-    assert (said["mechanism"], said["assessment"], said["headers"]) == ('"none named"', "none named", '"none"')
+    assert (said["mechanism"], said["assessment"], said["headers"]) == (
+        '"none named"',
+        "none named",
+        '"none"',
+    )
     assert dict(terms_rows(terms()))["headers"] == "none"
     for text in ("Łódź, 東京 und Zürich", "naïve", "🛫 07:15"):
         assert dict(terms_rows(terms(purpose=text)))["purpose"] == text
