@@ -152,7 +152,8 @@ class VerifierKey:
     def parse(cls, text: str) -> VerifierKey:
         """Read a vkey. Raises RequestError(INVALID) with what was expected."""
         try:
-            name, key_id, encoded = text.strip().split("+", 2)
+            # Around it blanks of a command line or a file: others belong to the name, which may not have them.
+            name, key_id, encoded = text.strip(" \t\r\n").split("+", 2)
             material = b64decode(encoded, validate=True)
             key = cls(name, Algorithm(material[0]), material[1:])
             # One spelling per key: hexadecimal in small letters, base64 without stray bits.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from typing import Final, NamedTuple
 
 from audit.witness_admission import Admission, Limits, Network
 from audit.witness_protocol import ADD_CHECKPOINT, REQUEST_BYTES_MAX
-from audit.witness_service import Answer, WitnessService
+from audit.witness_service import Answer, Told, WitnessService
 from felix.runtime.real import REAL
 from felix.structs import prepare_structs
 
@@ -30,8 +31,12 @@ log = logging.getLogger("felix.audit.witness")
 
 HEAD_BYTES_MAX: Final = 16_384
 """A request's first line and headers."""
+_UNFIT: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What no line of a head has. A proxy before this server may take a lone line feed for the end of a line."""
 _BACKLOG: Final = 100
 _ACCEPT_AGAIN_S: Final = 0.2
+_FAILURES_TOLD_MAX: Final = 5
+"""In a minute, with a traceback each: who finds one of our mistakes writes no more than that into the log."""
 _REASONS: Final = {
     200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
     409: "Conflict", 411: "Length Required", 413: "Content Too Large", 422: "Unprocessable Content",
@@ -93,6 +98,7 @@ class WitnessServer:
         bounds = Limits(most.connections, most.connections_of_one, most.connections_of_clients)
         self._admission: Admission[asyncio.Task[None]] = Admission(bounds, clients)
         self._accepting: list[asyncio.Task[None]] = []
+        self._failures = Told(_FAILURES_TOLD_MAX)
 
     async def start(self) -> None:
         """Listen; `port` is the one that was taken. Raises OSError where the address cannot be used."""
@@ -170,10 +176,14 @@ class WitnessServer:
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         except Exception:
-            log.exception("a connection failed")
+            self._tell_failure("a connection failed")
         finally:
             # What the other end does not take, or does not close, holds no descriptor.
             transport.abort()
+
+    def _tell_failure(self, what: str) -> None:
+        if (more := self._failures.more(int(REAL.clock.monotonic()))) is not None:
+            log.exception("%s%s", what, more)
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request of a connection. True where another may follow."""
@@ -181,10 +191,11 @@ class WitnessServer:
             first = await reader.read(1)
         if not first:
             return False
-        keep_alive = False
+        keep_alive = is_head = False
         try:
             async with asyncio.timeout(self._limits.request_s):
                 head = await _read_head(first, reader)
+                is_head = head.method == "HEAD"
                 body = await _read_body(head, reader, writer)
             answer = await self._answer(head, body)
             keep_alive = head.keep_alive
@@ -192,8 +203,11 @@ class WitnessServer:
             answer = refused.answer
         except TimeoutError:
             answer = Answer(408, b"The request took too long.\n")
+        if writer.is_closing():
+            # The other end has gone. uvloop takes it for a mistake of ours to write then.
+            return False
         async with asyncio.timeout(self._limits.request_s):
-            writer.write(_encode(answer, keep_alive=keep_alive))
+            writer.write(_encode(answer, keep_alive=keep_alive, has_body=not is_head))
             await writer.drain()
         return keep_alive
 
@@ -207,12 +221,12 @@ class WitnessServer:
                 return await loop.run_in_executor(self._worker, self._service.add_checkpoint, body)
             hash_, _, rest = path[1:].partition("/")
             if rest == "checkpoint" and len(hash_) == 64:
-                if head.method != "GET":
+                if head.method not in ("GET", "HEAD"):
                     return Answer(405, b"A checkpoint is read with GET.\n")
                 return await loop.run_in_executor(self._worker, self._service.checkpoint, hash_)
         except Exception:
             # A disk that failed, most likely: nothing was signed, and the client tries again.
-            log.exception("a request failed")
+            self._tell_failure("a request failed")
             return Answer(500, b"This witness cannot decide at the moment.\n")
         return Answer(404, b"This is a witness (c2sp.org/tlog-witness): POST add-checkpoint.\n")
 
@@ -244,6 +258,8 @@ async def _read_head(first: bytes, reader: asyncio.StreamReader) -> _Head:
     except asyncio.LimitOverrunError:
         raise _Refused(431, f"A request's head has {HEAD_BYTES_MAX} bytes at most.") from None
     lines = raw.decode("latin-1")[:-4].split("\r\n")
+    if any(map(_UNFIT.search, lines)):
+        raise _Refused(400, "The head of the request has control characters.")
     words = lines[0].split(" ")
     if len(words) != 3 or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
         raise _Refused(400, "This is not an HTTP/1.1 request.")
@@ -272,16 +288,16 @@ async def _read_body(head: _Head, reader: asyncio.StreamReader, writer: asyncio.
     size = int(text)
     if size > REQUEST_BYTES_MAX:
         raise _Refused(413, f"A request has {REQUEST_BYTES_MAX} bytes at most.")
-    if head.headers.get("expect", "").lower() == "100-continue":
+    if head.headers.get("expect", "").lower() == "100-continue" and not writer.is_closing():
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return await reader.readexactly(size)
 
 
-def _encode(answer: Answer, *, keep_alive: bool) -> bytes:
+def _encode(answer: Answer, *, keep_alive: bool, has_body: bool = True) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}\r\n"
         f"Content-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\n"
         f"Connection: {'keep-alive' if keep_alive else 'close'}\r\n\r\n"
     )
-    return head.encode() + answer.body
+    return head.encode() + (answer.body if has_body else b"")

@@ -7,6 +7,9 @@ bad (403); 4. the old size is not above the checkpoint's (400); 5. it is the one
 size); 6. an empty tree has the empty tree's root (422); 7. the proof holds, and is empty where it must be (422); 8. the
 checkpoint is stored, durably, unless another was stored meanwhile (409); 9. it is cosigned.
 
+Anybody can send a log's public checkpoint once more, or with a proof that does not hold. So the same checkpoint within AGAIN_S gets the lines that it got, without another signature and another sync, and
+of what does not hold a few lines a minute are logged: neither the log's file nor the disk's time is a stranger's to use up.
+
 One thing more than the specification: a checkpoint with extension lines is refused (400, after step 3). It does not
 recommend them, and a witness would keep and hand on a text that whoever runs a log has chosen.
 """
@@ -14,12 +17,13 @@ recommend them, and a witness would keep and hand on a text that whoever runs a 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from audit.merkle import EMPTY_ROOT, verify_consistency
 from audit.note import Note, NoteSigner, Verified, encode_note, encode_signatures, parse_note, verify_note
-from audit.tree_head import parse_tree_head
+from audit.tree_head import TreeHead, parse_tree_head
 from audit.witness_protocol import SIZE_TYPE, decode_request, encode_size
 from audit.witness_sqlite import ConflictError, Held, WitnessState
 from felix.errors import RequestError, TamperError, UnavailableError
@@ -27,6 +31,14 @@ from felix.errors import RequestError, TamperError, UnavailableError
 log = logging.getLogger("felix.audit.witness")
 
 TEXT: Final = "text/plain; charset=utf-8"
+AGAIN_S: Final = 5
+"""For so long the cosignatures of a checkpoint are given again: what they state was true then, and a log that lost an answer asks at once."""
+_GIVEN_MAX: Final = 1_024
+"""Answers that are remembered for that, of 3.5 KB each."""
+TOLD_S: Final = 60
+_PROOFS_TOLD_MAX: Final = 10
+_FORKS_TOLD_MAX: Final = 2
+"""Lines of each kind in that time. One of a fork has the note, of 27 KB at most."""
 
 
 class Answer(NamedTuple):
@@ -35,6 +47,25 @@ class Answer(NamedTuple):
     status: int
     body: bytes
     content_type: str = TEXT
+
+
+class Told:
+    """So many lines of one kind are logged in `TOLD_S`; the others are counted, and the next line has their number."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._begun_s = most, 0
+        self._told = self._left_out = 0
+
+    def more(self, now_s: int) -> str | None:
+        """None where no line is logged now; else what to add to it."""
+        if not 0 <= now_s - self._begun_s < TOLD_S:
+            self._begun_s, self._told = now_s, 0
+        if self._told >= self._most:
+            self._left_out += 1
+            return None
+        self._told += 1
+        left_out, self._left_out = self._left_out, 0
+        return f" ({left_out} more like it were not told)" if left_out else ""
 
 
 class WitnessService:
@@ -48,6 +79,9 @@ class WitnessService:
         self._signers = signers or state.signers
         self._trouble = ""
         """why it cannot cosign at the moment, as was said"""
+        self._given: OrderedDict[tuple[str, Held], tuple[int, bytes]] = OrderedDict()
+        """the newest answers, by checkpoint: when (POSIX seconds), and the lines; only what was stored before it was given"""
+        self._proofs, self._forks = Told(_PROOFS_TOLD_MAX), Told(_FORKS_TOLD_MAX)
 
     def add_checkpoint(self, body: bytes) -> Answer:
         """Check, store, cosign. Never raises for what a client sent, nor for a disk that does not answer."""
@@ -102,14 +136,14 @@ class WitnessService:
                 raise TamperError("From the empty tree on, a proof is empty.")
             verify_consistency(held.size, held.root or EMPTY_ROOT, head.size, head.root, request.proof)
         except TamperError as error:
-            log.warning(
-                "%s offers %d leaves that do not continue %d: %s", head.origin, head.size, held.size, error
-            )
+            self._tell(head, held, _only(note, verified))
             return _refuse(422, error.sentence)
         # 8. Stored before it is signed: after a crash between the two nothing older can be signed.
-        bare = _only(note, verified)
+        bare, offered = _only(note, verified), Held(head.size, head.root)
+        if offered == held and (given := self._given_again(head.origin, held)):
+            return Answer(200, given)
         try:
-            if (head.size, head.root) != held:
+            if offered != held:
                 self._state.advance(head.origin, held, head.size, head.root, encode_note(bare))
             # 9. Cosigned.
             now_s = self._now_s()
@@ -119,7 +153,34 @@ class WitnessService:
             )
         except ConflictError as error:
             return _conflict(error.held)
-        return Answer(200, encode_signatures(lines))
+        answer = encode_signatures(lines)
+        self._remember(head.origin, offered, now_s, answer)
+        return Answer(200, answer)
+
+    def _given_again(self, origin: str, held: Held) -> bytes:
+        """The lines of an answer about this checkpoint that is not old; empty where there is none."""
+        given_s, lines = self._given.get((origin, held), (0, b""))
+        return lines if 0 <= self._now_s() - given_s < AGAIN_S else b""
+
+    def _remember(self, origin: str, held: Held, now_s: int, lines: bytes) -> None:
+        self._given[origin, held] = now_s, lines
+        self._given.move_to_end((origin, held))
+        if len(self._given) > _GIVEN_MAX:
+            self._given.popitem(last=False)
+
+    def _tell(self, head: TreeHead, held: Held, note: Note) -> None:
+        """Log a request about a known log, signed by it, that does not continue what was cosigned. Two roots of one size are the log's doing; a proof is whoever's who sent it."""
+        if head.size == held.size and head.root != held.root and held.root is not None:
+            if (more := self._forks.more(self._now_s())) is not None:
+                log.error(
+                    "%s signed two roots for %d leaves; one is cosigned, and this is the other: %s%s",
+                    head.origin, head.size, encode_note(note).decode(), more,
+                )  # fmt: skip
+        elif (more := self._proofs.more(self._now_s())) is not None:
+            log.warning(
+                "somebody sent a proof for %s that does not lead from the %d leaves cosigned to %d; whether the log or a stranger is not known%s",
+                head.origin, held.size, head.size, more,
+            )  # fmt: skip
 
     def checkpoint(self, origin_hash: str) -> Answer:
         """The newest cosigned checkpoint of a log, for monitors."""

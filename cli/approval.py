@@ -163,7 +163,7 @@ def submit(
         is_file = len(text) < 1024 and path.is_file()
         if not is_file and len(text) < 200:
             raise RequestError(f"There is no file {text}.", code=Code.NOT_FOUND)
-        document = parse_document(path.read_bytes() if is_file else text)
+        document = parse_document(read_file(path, "The document") if is_file else text)
         if document.purpose not in KINDS:
             raise RequestError(
                 f"{text[:200]} is a {document.purpose}, which is not handed in this way.",

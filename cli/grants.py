@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from cli.output import note
-from cli.setting import connect, run
+from cli.setting import connect, read_file, run
 from felix.errors import Code, RequestError
 from felix.messages import PutDocument
 from felix.page import list_documents
@@ -166,7 +166,7 @@ def read_grant(text: str) -> SignedDocument:
     """A grant from a file or a token. Raises SignatureError, RequestError(NOT_FOUND)."""
     path = Path(text)
     if len(text) < 1024 and path.is_file():
-        return SignedDocument.parse(path.read_bytes())
+        return SignedDocument.parse(read_file(path, "The grant"))
     if len(text) < 200:
         raise RequestError(
             f"There is no grant file {text}.",

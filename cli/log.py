@@ -328,7 +328,7 @@ def inspect(
     """
     if segment.is_file() and segment.suffix != SEGMENT_SUFFIX:
         raise RequestError(f"{segment} is no segment file.", hint=f"Their names end in {SEGMENT_SUFFIX}.")
-    data = read_file(segment, "The segment")
+    data = read_file(segment, "The segment", None)
     header, _ = decode_segment_header(data)
     lines = list(inspect_entries(data))
     damaged = [line for line in lines if isinstance(line, DamageLine)]

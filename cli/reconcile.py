@@ -131,7 +131,7 @@ def _reported(path: Path, known: dict[str, FolderReport]) -> dict[str, FolderRep
     from region.reconciliation import FolderReport
 
     try:
-        told = msgspec.json.decode(read_file(path, "The file"), type=list[FolderReport])
+        told = msgspec.json.decode(read_file(path, "The file", None), type=list[FolderReport])
     except msgspec.MsgspecError as error:
         raise RequestError(
             f"{path} is not what `felix region reconcile --save` writes: {error}.", code=Code.CONFIG_INVALID

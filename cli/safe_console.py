@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from cli.form import chosen
-from felix.visible import visible
+from felix.visible import is_visible, visible
 
 
 class SafeConsole(Console):
@@ -40,7 +40,7 @@ class SafeConsole(Console):
         """The segments of anything printed, each without a character that a terminal would obey."""
         for segment in super().render(renderable, options):
             # Control segments are rich's own (move the cursor, clear a line): data never makes one.
-            if segment.control or segment.text.isprintable() or segment.text == "\n":
+            if segment.control or segment.text == "\n" or is_visible(segment.text):
                 yield segment
             else:
                 yield Segment(visible(segment.text, keep="\n"), segment.style)

@@ -29,6 +29,8 @@ REGION_VARIABLE: Final = "FELIX_REGION"
 READER_LOOK_S: Final = 0.25
 """How long a command outlives the reader of its output at most; a look costs a system call."""
 DEFAULT_FILE: Final = "default-region"
+FILE_BYTES_MAX: Final = 16 << 20
+"""Of a file that a user names. Proofs are the longest that others send, 8 MiB; and a file of a terabyte takes no room on the disk of who sends it."""
 """In the home folder: the name that `felix use` keeps."""
 
 RegionOption = Annotated[
@@ -175,14 +177,22 @@ def stop_signals() -> Stop:
     return stop
 
 
-def read_file(path: Path, what: str) -> bytes:
-    """A file that the user named. Raises RequestError."""
+def read_file(path: Path, what: str, bytes_max: int | None = FILE_BYTES_MAX) -> bytes:
+    """A file that the user named, which may be a pipe or a device. `bytes_max`: None for what the region's own machines write. Raises RequestError."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(-1 if bytes_max is None else bytes_max + 1)
     except OSError as error:
         raise RequestError(
             f"{what} {path} cannot be read: {error.strerror or error}.", code=Code.NOT_FOUND
         ) from error
+    if bytes_max is not None and len(data) > bytes_max:
+        raise RequestError(
+            f"{what} {path} has more than {bytes_max} bytes, and none has.",
+            code=Code.CONFIG_INVALID,
+            hint="Look which file it is: it was not read.",
+        )
+    return data
 
 
 @asynccontextmanager

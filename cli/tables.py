@@ -91,7 +91,7 @@ def _lines(rows: Sequence[tuple[str, Text]], width: int | None) -> Text:
 
 
 def _wrapped(value: Text, width: int | None) -> list[Text]:
-    """The value's lines, broken at blanks alone: a word that is longer than a line keeps it for itself."""
+    """The value's lines, broken at blanks alone, whichever: a word that is longer than a line keeps it for itself, and the terminal goes on at its left edge, where names stand."""
     found: list[Text] = []
     for line in value.split("\n", allow_blank=True):
         if width is None or cell_len(line.plain) <= width:
@@ -99,7 +99,7 @@ def _wrapped(value: Text, width: int | None) -> list[Text]:
             continue
         begin = last = 0
         for at, character in enumerate([*line.plain, " "]):
-            if character != " ":
+            if not character.isspace():
                 continue
             if cell_len(line.plain[begin:at]) > width and last > begin:
                 found.append(line[begin:last])

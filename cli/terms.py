@@ -1,4 +1,8 @@
-"""All terms of a grant, shown to people before they sign, and the question whether they sign."""
+"""All terms of a grant, shown to people before they sign, and the question whether they sign.
+
+Their texts were chosen by whoever drew the grant up, who may gain from a row that is read as another one: they are spelled out, so that none of them looks like rows of its own
+(`felix.visible.spelled_out`), nor like what stands where nothing is named.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from rich.text import Text
 
 from cli.output import err, iso, lines, table
 from felix.errors import RequestError
+from felix.visible import spelled_out
 from policy.approval import Tally
 from policy.grant import ExportGrant
 from policy.quantity import Size
@@ -17,6 +22,18 @@ from policy.terms import GrantTerms
 from policy.transform import FieldRule, TransformSpec
 
 Row = tuple[str, str | Text]
+
+_NONE_NAMED = "none named"
+_NO_HEADERS = "none"
+_NO_FILTER = "none: every record crosses"
+
+
+def _given(text: str, nothing: str) -> str:
+    """A text of the terms, or the words for none; in quotes where it is those words."""
+    if not text:
+        return nothing
+    shown = spelled_out(text)
+    return f'"{shown}"' if shown == nothing else shown
 
 
 def terms_rows(terms: GrantTerms) -> list[Row]:
@@ -28,14 +45,14 @@ def terms_rows(terms: GrantTerms) -> list[Row]:
         ("wildcard", "YES: every stream that fits the pattern, now and later" if terms.wildcard else "no"),
         ("from, to", f"{terms.from_region} → {terms.to_region}"),
         ("bridge", terms.bridge),
-        ("purpose", terms.purpose),
+        ("purpose", spelled_out(terms.purpose)),
         ("basis", f"{terms.basis.value}{article}"),
-        ("mechanism", terms.mechanism or "none named"),
-        ("reference", terms.reference or "none named"),
-        ("assessment", terms.transfer_assessment or "none named"),
-        ("categories", ", ".join(terms.categories) or "none named"),
-        ("exporter, importer", f"{terms.exporter} → {terms.importer}"),
-        ("owner", terms.owner),
+        ("mechanism", _given(terms.mechanism, _NONE_NAMED)),
+        ("reference", _given(terms.reference, _NONE_NAMED)),
+        ("assessment", _given(terms.transfer_assessment, _NONE_NAMED)),
+        ("categories", _given(", ".join(terms.categories), _NONE_NAMED)),
+        ("exporter, importer", f"{spelled_out(terms.exporter)} → {spelled_out(terms.importer)}"),
+        ("owner", spelled_out(terms.owner)),
         ("drawn up by", terms.drawn_up_by),
         ("valid", f"{iso(terms.not_before)} to {iso(terms.expires)}"),
         *_transform_rows(terms.transform),
@@ -54,9 +71,9 @@ def _transform_rows(spec: TransformSpec) -> list[Row]:
     return [
         ("format", spec.format.value),
         ("fields", lines([*(_field(rule) for rule in spec.fields), others])),
-        ("filter", spec.filter or "none: every record crosses"),
+        ("filter", _given(spec.filter, _NO_FILTER)),
         ("record key", spec.key.value),
-        ("headers", ", ".join(spec.headers) or "none"),
+        ("headers", _given(", ".join(spec.headers), _NO_HEADERS)),
         ("trace context", "crosses" if spec.trace else "does not cross"),
     ]
 
@@ -69,7 +86,7 @@ def _field(rule: FieldRule) -> str:
         details.append(f"{rule.digest_bytes} bytes, {rule.encoding.value}")
     if rule.missing is not None:
         details.append(f"missing: {rule.missing.value}")
-    return f"{rule.do.value} {rule.field}" + (f" ({', '.join(details)})" if details else "")
+    return f"{rule.do.value} {spelled_out(rule.field)}" + (f" ({', '.join(details)})" if details else "")
 
 
 def show_terms(export: ExportGrant) -> None:

@@ -1,8 +1,9 @@
 """Text from outside, made safe to show: in a terminal, in a log line, on a page. Pure.
 
 A name, a sentence or a key that somebody else chose may hold characters that a terminal obeys (ESC [2J clears it), that
-start a line of their own in a log, or that turn the reading direction of what follows. `visible` writes each of them as
-a backslash escape, so that it is seen and does nothing. All other text stays as it is, backslashes included.
+start a line of their own in a log, that turn the reading direction of what follows, or that are letters without ink. `visible` writes each of them as
+a backslash escape, so that it is seen and does nothing. All other text stays as it is, backslashes included. Blanks are such text; where what stands beside or below
+a text is told by its place alone, `spelled_out` shows them, too.
 
 Who may call: any code that shows text. Not for data that a program reads: that keeps its bytes.
 """
@@ -17,6 +18,13 @@ from typing import Final
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 """Unicode's categories of controls (C0, DEL, C1), of format characters (direction, joiners, tags), of surrogates that
 belong to nothing, and of line and paragraph separators."""
+_NO_INK: Final = frozenset(
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0\U00016fe4\U0001d159"
+)
+"""Letters, marks and symbols that show nothing: fillers, joiners, vowels that are not written, the Braille pattern and the notehead without a dot. How wide they are is another matter in each terminal.
+Selectors of variants stay: they belong to emoji."""
+_MARKS_MAX: Final = 2
+"""Marks on one letter, as scripts have them. More of them cover the lines above and below."""
 _SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -29,18 +37,37 @@ def _escape(character: str) -> str:
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
+def _is_hidden(character: str) -> bool:
+    return unicodedata.category(character) in _HIDDEN or character in _NO_INK
+
+
 def is_visible(text: str) -> bool:
     """True where `visible` would change nothing."""
-    return text.isprintable() or not any(unicodedata.category(one) in _HIDDEN for one in text)
+    if text.isprintable():
+        return _NO_INK.isdisjoint(text)
+    return not any(map(_is_hidden, text))
 
 
 def visible(text: str, keep: str = "") -> str:
-    """The text with every control and format character as an escape: `\\n`, `\\x1b`, `\\u202e`. `keep` are left."""
-    if text.isprintable():
+    """The text with every control and format character as an escape: `\\n`, `\\x1b`, `\\u202e`; and what has no ink. `keep` are left."""
+    if is_visible(text):
         return text
-    return "".join(
-        _escape(one) if unicodedata.category(one) in _HIDDEN and one not in keep else one for one in text
-    )
+    return "".join(_escape(one) if _is_hidden(one) and one not in keep else one for one in text)
+
+
+def spelled_out(text: str) -> str:
+    """As `visible`, for people who sign what they read: besides, no blank but single ones between words is left, and no more marks on a letter than scripts have. So nothing of the text
+    stands anywhere but behind what is before it."""
+    shown: list[str] = []
+    marks, before = 0, " "
+    last = len(text) - 1
+    for at, one in enumerate(text):
+        marks = marks + 1 if unicodedata.category(one)[0] == "M" else 0
+        is_blank = unicodedata.category(one) == "Zs"
+        is_odd = is_blank and (one != " " or before == " " or at == last)
+        shown.append(_escape(one) if is_odd or marks > _MARKS_MAX or _is_hidden(one) else one)
+        before = " " if is_blank else one
+    return "".join(shown)
 
 
 _IN_JSON: Final = re.compile(r"[^\x00-\x7e]")
@@ -58,7 +85,7 @@ def visible_json(data: bytes) -> bytes:
 
 def _json_escape(match: re.Match[str]) -> str:
     one = match.group()
-    if unicodedata.category(one) not in _HIDDEN:
+    if not _is_hidden(one):
         return one
     units = one.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

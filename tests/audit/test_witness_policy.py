@@ -133,6 +133,8 @@ BAD = {
     "quorum none\x00\n": "0x00",
     "# \x7f\nquorum none\n": "0x7f",
     "quorum\u00a0none\n": "none of its lines",
+    f"log \u00a0{LOG}\nquorum none\n": "no spaces",
+    f"witness w {X1}\u3000\nquorum w\n": "not a verifier key",
     "#" * (POLICY_BYTES_MAX + 1): "are allowed",
 }
 

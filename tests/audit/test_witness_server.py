@@ -215,6 +215,23 @@ def test_monitors_read_the_newest_checkpoint_with_the_signatures_of_log_and_witn
     assert set(parse_signatures(answered[1])) < set(note.signatures), "the very ones that were returned"
 
 
+def test_heads_alone_are_asked_for_and_the_connection_goes_on(witness: Running) -> None:
+    log = Log()
+    reply = post(witness.port, log.request(0, 3))
+    path = f"/{sha256(log.origin.encode()).hexdigest()}/checkpoint"
+    whole = post(witness.port, b"", path, "GET").body
+    connection = http.client.HTTPConnection("127.0.0.1", witness.port, timeout=30)
+    for asked, status, size in ((path, 200, len(whole)), ("/add-checkpoint", 405, None)):
+        connection.request("HEAD", asked)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (status, b"")
+        assert size is None or answer.getheader("Content-Length") == str(size)
+    connection.request("POST", "/add-checkpoint", log.request(3, 3))
+    answer = connection.getresponse()
+    assert (answer.status, answer.read()) == (200, reply.body)
+    connection.close()
+
+
 def test_other_paths_and_methods_and_a_prefix(tmp_path: Path) -> None:
     with serving(tmp_path / "w", Log(), prefix="/a/witness") as witness:
         assert post(witness.port, Log().request(0, 1), "/a/witness/add-checkpoint").status == 200
@@ -262,6 +279,9 @@ def raw(port: int, data: bytes) -> bytes:
         (b"GET / HTTP/1.1\r\nX: " + b"x" * (2 * HEAD_BYTES_MAX) + b"\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nno header\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nname : value\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nX: a\nContent-Length: 5\r\n\r\nhello", 400),
+        (b"GET / HTTP/1.1\r\nX: a\rContent-Length: 5\r\n\r\nhello", 400),
+        (b"POST /add-checkpoint HTTP/1.1\r\nContent-Length: \x0b5\r\n\r\nhello", 400),
         (b"GET /\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\n", 400),
         (b"\x16\x03\x01" + b"\xff" * 100 + b"\r\n\r\n", 400),

@@ -173,3 +173,18 @@ async def test_a_person_has_one_name_as_operator_and_as_approver(mesh: Mesh, des
         rule = ApprovalRule(1, separate=True)
         counts = tally(rule, "us-east", [found], desk.body.terms_hash, others, now_ms())
         assert (counts.missing == 0) is counted
+
+
+async def test_a_file_of_a_terabyte_is_refused_and_not_read(mesh: Mesh, desk: Desk) -> None:
+    """It takes no room on the disk of who sends it."""
+    endless = desk.place / "endless.grant"
+    with endless.open("wb") as file:
+        file.truncate(1 << 40)
+    for words in (
+        ("bridge", "approve", str(endless), "--as", str(desk.place / "dpo.pem"), "--bundle", str(desk.place / "us.json")),
+        ("bridge", "approve", str(desk.grant), "--as", str(desk.place / "dpo.pem"), "--bundle", str(endless)),
+        ("bridge", "submit", str(endless)),
+        ("audit", "check-proof", str(endless), "--bundle", str(desk.place / "us.json")),
+    ):  # fmt: skip
+        said = await asyncio.to_thread(felix_command, desk.place / "empty", *words, code=2, cwd=desk.place)
+        assert "has more than 16777216 bytes" in said.err and "Traceback" not in said.err, words

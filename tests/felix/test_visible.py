@@ -10,7 +10,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from felix.visible import VisibleFormatter, is_visible, visible, visible_json
+from felix.visible import VisibleFormatter, is_visible, spelled_out, visible, visible_json
 
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))
 
@@ -29,6 +29,25 @@ def test_escapes_are_those_that_people_know() -> None:
 def test_names_of_people_and_places_stay_as_they_are() -> None:
     for text in ("Łódź", "東京", "القاهرة", "naïve [bold] \\x1b", "100\u00a0€", "🛫 07:15"):
         assert visible(text) == text and is_visible(text)
+
+
+def test_letters_without_ink_are_escapes() -> None:
+    assert visible("a\u3164\u115f\uffa0\u2800\u034fb") == r"a\u3164\u115f\uffa0\u2800\u034fb"
+    assert visible_json('"\u3164"'.encode()) == rb'"\u3164"'
+
+
+def test_what_is_spelled_out_has_single_blanks_between_words_alone() -> None:
+    assert spelled_out(" a  b\u00a0c d ") == r"\x20a \x20b\xa0c d\x20"
+    assert spelled_out("Zu\u0308rich") == "Zu\u0308rich"
+    assert spelled_out("z" + 4 * "\u0301") == "z\u0301\u0301\\u0301\\u0301"
+
+
+@given(ANY_TEXT)
+def test_nothing_that_is_spelled_out_has_a_gap(text: str) -> None:
+    shown = spelled_out(text)
+    assert is_visible(shown) and shown == shown.strip() and "  " not in shown
+    assert not {one for one in shown if one.isspace()} - {" "}
+    assert spelled_out(shown) == shown
 
 
 @given(ANY_TEXT)

@@ -1,0 +1,104 @@
+"""Who draws a grant up alone: texts of its terms that a terminal shows as rows of their own, or as nothing. Whoever approves reads each row once, and what it says."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+
+import pytest
+from attacks.chance import Chance
+from attacks.conftest import Tally
+from rich.cells import cell_len
+
+from cli.output import out
+from cli.terms import show_terms, terms_rows
+from policy.grant_documents import ExportGrant
+from policy.terms import Basis, GrantTerms, grant_id
+from policy.transform import build_spec
+
+WIDTH = 80
+BLANKS = tuple(chr(each) for each in range(0x3001) if unicodedata.category(chr(each)) == "Zs")
+NO_INK = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u2800\u3164\uffa0"
+
+
+def terms(**texts: object) -> GrantTerms:
+    fields: dict[str, object] = {
+        "stream": "acme/*/*", "wildcard": True, "from_region": "us-east", "to_region": "eu-west", "bridge": "spiffe://us-east.acme/bridge/b",
+        "purpose": "support", "basis": Basis.SCC, "reference": "SCC-1", "exporter": "Acme Inc", "importer": "Acme SA", "owner": "ops",
+        "drawn_up_by": "spiffe://us-east.acme/operator/kim", "not_before": 1, "expires": 1 << 40, "onward": True,
+    }  # fmt: skip
+    return GrantTerms(**{**fields, **texts})  # type: ignore[arg-type]
+
+
+def export(of: GrantTerms) -> ExportGrant:
+    return ExportGrant(
+        grant=grant_id(of.hash()), terms_hash=of.hash().hex(), terms=of, approvals=2, separate=True, policy_revision=1, policy_hash="0" * 64,
+        signed_at=1,
+    )  # fmt: skip
+
+
+def on_a_terminal(text: str) -> Iterator[str]:
+    """The lines of a screen: a terminal begins a new one where one is full."""
+    for line in text.split("\n"):
+        shown, width = "", 0
+        for character in line:
+            width += cell_len(character)
+            if width > WIDTH:
+                yield shown
+                shown, width = "", cell_len(character)
+            shown += character
+        yield shown
+
+
+def rows(lines: Iterator[str]) -> list[str]:
+    """Names of what a person takes for rows: some words, a wide gap, and more words."""
+    found = []
+    for line in lines:
+        plain = "".join(" " if each.isspace() or each in NO_INK else each for each in line)
+        name, gap, value = plain.strip().partition("  ")
+        if gap and value and len(plain) - len(plain.lstrip()) <= 4:
+            found.append(name)
+    return found
+
+
+def shown(of: GrantTerms, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    out.__dict__.pop("console", None)
+    show_terms(export(of))
+    out.__dict__.pop("console", None)
+    return capsys.readouterr().out
+
+
+def forged(first: str, lines: list[str], blank: str, begins: int) -> str:
+    """A text that, from column `begins` of a screen on, ends this row and continues with others."""
+    text = first.ljust(WIDTH - begins) + "".join(line.ljust(WIDTH) for line in lines)
+    return text.rstrip().replace(" ", blank)
+
+
+def test_no_text_of_the_terms_looks_like_rows(
+    tally: Tally, chance: Chance, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {name for name, _ in terms_rows(terms())} | {"approvals there", "policy there"}
+    fakes = ["  wildcard".ljust(22) + "no", "  onward".ljust(22) + "no"]
+    letters = (*BLANKS, *NO_INK, " ", " ", "a", "\u0301", "│", "東")
+    tries = [forged("support", fakes, blank, begins) for blank in (*BLANKS, *NO_INK) for begins in (4, 22)]
+    drawn = chance(246)
+    tries += ["".join(drawn.choices(letters, k=drawn.randint(1, 256))) for _ in range(100)]
+    for text in tries:
+        for field in ("purpose", "mechanism", "owner", "categories"):
+            value: object = (text,) * 3 if field == "categories" else text
+            found = rows(on_a_terminal(shown(terms(**{field: value}), capsys, monkeypatch)))
+            assert len(set(found)) == len(found) and set(found) <= ours, (field, ascii(text))
+    tally("texts made to look like rows of their own", 4 * len(tries))
+
+
+def test_what_is_named_is_told_from_what_is_not() -> None:
+    said = dict(terms_rows(terms(mechanism="none named", transform=build_spec(headers=["none"]))))
+    assert (said["mechanism"], said["assessment"], said["headers"]) == (
+        '"none named"',
+        "none named",
+        '"none"',
+    )
+    assert dict(terms_rows(terms()))["headers"] == "none"
+    for text in ("Łódź, 東京 und Zürich", "naïve", "🛫 07:15"):
+        assert dict(terms_rows(terms(purpose=text)))["purpose"] == text
