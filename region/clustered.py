@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Final
 
@@ -90,6 +91,8 @@ _RECOVER_HINTS: Final = {
 }
 MOVES_SHOWN: Final = 100
 """Of what a rebalancing would move: more than a person reads, and within one answer."""
+HEARD_S: Final = 2.0
+"""How long a rebalancing waits for what was said of brokers just before."""
 PLACED_S: Final = 10.0
 """How long whoever creates a stream waits until a broker leads it."""
 
@@ -685,6 +688,8 @@ class Clustered:
                 leader=member.controller,
                 address=address,
             )
+        if not since:
+            await self._hear_of_moves()
         found = await self._moves(since)
         if not dry_run:
             while True:
@@ -694,12 +699,24 @@ class Clustered:
             found = msgspec.structs.replace(found, is_asked=True)
         return found
 
+    async def _hear_of_moves(self) -> None:
+        """Wait until what operators said of brokers and rebalancings up to now counts here, at whichever broker they said it: one may have taken a drain back just before.
+        Where changes cannot be followed, what is known counts."""
+        mirror = self.member.mirror
+        keys = mirror.view.keys
+        found, revision = await mirror.find([keys.rebalance, *map(keys.node, mirror.view.nodes)])
+        mirror.absorb(found, revision)
+        newest = max((entry.mod_revision for entry in found.values() if entry is not None), default=0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_S):
+                # The plan goes by what the watch has brought.
+                await mirror.until(lambda: mirror.view.revision >= newest)
+
     async def stop_rebalancing(self, *, since: int, by: str) -> ShardMoves:
         """End what `rebalance` began, at whichever broker: once it returns, nothing begins to move because of it. What moves arrives: to take a copy back that is
         being made would be a move of its own. Raises what the store raises. `by`: the operator, for the log."""
         mirror, ended = self.member.mirror, ""
-        # Another broker may have written it just now.
-        mirror.absorb(*await mirror.find([mirror.view.keys.rebalance]))
+        await self._hear_of_moves()
         while (asked := mirror.view.rebalance) is not None:
             ended = asked.by
             result = await mirror.commit(transactions.rebalanced(mirror.view))

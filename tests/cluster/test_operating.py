@@ -247,13 +247,23 @@ async def test_leaders_that_a_restart_left_uneven_are_told_once_they_stand_until
 async def test_a_rebalancing_is_ended_at_any_broker_and_what_moves_arrives(region: ClusteredRegion) -> None:
     names = [f"acme/ops/s{number}" for number in range(12)]
     async with region.client("b1") as client, region.client("b2") as other:
-        ended = await other.stop_rebalancing()
-        assert not ended.is_asked and not ended.under_way
 
         async def all_stands() -> bool:
             state = await client.describe()
-            return not state.moving and all(each.in_sync == each.copies for each in state.brokers)
+            return (
+                len(state.brokers) == 4
+                and not state.moving
+                and all(each.in_sync == each.copies for each in state.brokers)
+            )
 
+        async def nothing_moves() -> bool:
+            return not (await client.rebalance(dry_run=True)).under_way
+
+        # The audit log gets its copies as brokers come.
+        await until(all_stands)
+        await until(nothing_moves)
+        ended = await other.stop_rebalancing()
+        assert not ended.is_asked
         await client.drain_broker("b4")
         for name in names:
             await client.create_stream(name, replicas=2)
@@ -264,10 +274,6 @@ async def test_a_rebalancing_is_ended_at_any_broker_and_what_moves_arrives(regio
         # Another broker may not have heard of the word yet.
         ended = await other.stop_rebalancing(since=begun.revision)
         assert ended.is_asked and ended.total
-
-        async def nothing_moves() -> bool:
-            return not (await client.rebalance(dry_run=True)).under_way
-
         await until(nothing_moves)
         told = await client.rebalance(dry_run=True)
         assert not told.is_asked and told.total, "what had not begun stays where it is"
