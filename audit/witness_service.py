@@ -38,7 +38,7 @@ _GIVEN_MAX: Final = 1_024
 TOLD_S: Final = 60
 _PROOFS_TOLD_MAX: Final = 10
 _FORKS_TOLD_MAX: Final = 2
-"""Lines of each kind in that time. One of a fork has the note, of 27 KB at most."""
+"""Lines of each kind in that time: of proofs in all, of forks by each log. One of a fork has the note, of 27 KB at most."""
 
 
 class Answer(NamedTuple):
@@ -81,7 +81,9 @@ class WitnessService:
         """why it cannot cosign at the moment, as was said"""
         self._given: OrderedDict[tuple[str, Held], tuple[int, bytes]] = OrderedDict()
         """the newest answers, by checkpoint: when (POSIX seconds), and the lines; only what was stored before it was given"""
-        self._proofs, self._forks = Told(_PROOFS_TOLD_MAX), Told(_FORKS_TOLD_MAX)
+        self._proofs = Told(_PROOFS_TOLD_MAX)
+        self._forks: dict[str, Told] = {}
+        """by log, of those that the witness knows: one that signs forks hides those of no other"""
 
     def add_checkpoint(self, body: bytes) -> Answer:
         """Check, store, cosign. Never raises for what a client sent, nor for a disk that does not answer."""
@@ -171,7 +173,8 @@ class WitnessService:
     def _tell(self, head: TreeHead, held: Held, note: Note) -> None:
         """Log a request about a known log, signed by it, that does not continue what was cosigned. Two roots of one size are the log's doing; a proof is whoever's who sent it."""
         if head.size == held.size and head.root != held.root and held.root is not None:
-            if (more := self._forks.more(self._now_s())) is not None:
+            forks = self._forks.setdefault(head.origin, Told(_FORKS_TOLD_MAX))
+            if (more := forks.more(self._now_s())) is not None:
                 log.error(
                     "%s signed two roots for %d leaves; one is cosigned, and this is the other: %s%s",
                     head.origin, head.size, encode_note(note).decode(), more,

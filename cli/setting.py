@@ -29,9 +29,9 @@ REGION_VARIABLE: Final = "FELIX_REGION"
 READER_LOOK_S: Final = 0.25
 """How long a command outlives the reader of its output at most; a look costs a system call."""
 DEFAULT_FILE: Final = "default-region"
+"""In the home folder: the name that `felix use` keeps."""
 FILE_BYTES_MAX: Final = 16 << 20
 """Of a file that a user names. Proofs are the longest that others send, 8 MiB; and a file of a terabyte takes no room on the disk of who sends it."""
-"""In the home folder: the name that `felix use` keeps."""
 
 RegionOption = Annotated[
     str,

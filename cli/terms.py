@@ -7,7 +7,7 @@ Their texts were chosen by whoever drew the grant up, who may gain from a row th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import typer
 from rich.text import Text
@@ -36,6 +36,11 @@ def _given(text: str, nothing: str) -> str:
     return f'"{shown}"' if shown == nothing else shown
 
 
+def _each(texts: Sequence[str], nothing: str) -> str | Text:
+    """Several texts, a line for each: whatever stood between them could be in one of them."""
+    return lines([_given(text, nothing) for text in texts]) if texts else nothing
+
+
 def terms_rows(terms: GrantTerms) -> list[Row]:
     """Every term, those that allow nothing included: who signs sees what is not limited, too."""
     article = f" (GDPR {terms.basis.article})" if terms.basis.article else ""
@@ -50,8 +55,9 @@ def terms_rows(terms: GrantTerms) -> list[Row]:
         ("mechanism", _given(terms.mechanism, _NONE_NAMED)),
         ("reference", _given(terms.reference, _NONE_NAMED)),
         ("assessment", _given(terms.transfer_assessment, _NONE_NAMED)),
-        ("categories", _given(", ".join(terms.categories), _NONE_NAMED)),
-        ("exporter, importer", f"{spelled_out(terms.exporter)} → {spelled_out(terms.importer)}"),
+        ("categories", _each(terms.categories, _NONE_NAMED)),
+        ("exporter", spelled_out(terms.exporter)),
+        ("importer", spelled_out(terms.importer)),
         ("owner", spelled_out(terms.owner)),
         ("drawn up by", terms.drawn_up_by),
         ("valid", f"{iso(terms.not_before)} to {iso(terms.expires)}"),
@@ -73,7 +79,7 @@ def _transform_rows(spec: TransformSpec) -> list[Row]:
         ("fields", lines([*(_field(rule) for rule in spec.fields), others])),
         ("filter", _given(spec.filter, _NO_FILTER)),
         ("record key", spec.key.value),
-        ("headers", _given(", ".join(spec.headers), _NO_HEADERS)),
+        ("headers", _each(spec.headers, _NO_HEADERS)),
         ("trace context", "crosses" if spec.trace else "does not cross"),
     ]
 

@@ -18,9 +18,14 @@ from typing import Final
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 """Unicode's categories of controls (C0, DEL, C1), of format characters (direction, joiners, tags), of surrogates that
 belong to nothing, and of line and paragraph separators."""
+_NOT_ASSIGNED: Final = (
+    range(0x2065, 0x2066), range(0xFFF0, 0xFFF9), range(0xE0000, 0xE0001), range(0xE0002, 0xE0020),
+    range(0xE0080, 0xE0100), range(0xE01F0, 0xE1000),
+)  # fmt: skip
+"""Code points without a character, which Unicode keeps for such as are not shown (Default_Ignorable_Code_Point): fonts show nothing for them."""
 _NO_INK: Final = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0\U00016fe4\U0001d159"
-)
+) | {chr(each) for some in _NOT_ASSIGNED for each in some}
 """Letters, marks and symbols that show nothing: fillers, joiners, vowels that are not written, the Braille pattern and the notehead without a dot. How wide they are is another matter in each terminal.
 Selectors of variants stay: they belong to emoji."""
 _MARKS_MAX: Final = 2

@@ -119,6 +119,23 @@ def test_wrong_proofs_write_a_few_lines_and_hide_no_fork(
     tally("second roots of one size, by the log", TRIES)
 
 
+def test_a_log_that_signs_forks_hides_no_fork_of_another(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever runs one log that a witness knows gives it up, so that nobody is told of what another one signs in that minute."""
+    given_up, other = (Log(f"log.example/{each}") for each in "ab")
+    forks = {each: Log(each.origin, word=b"fork") for each in (given_up, other)}
+    for each in forks:
+        desk.state.add_log(each.origin, each.signer.key)
+        assert desk.service.add_checkpoint(each.request(0, 5)).status == 200
+    with caplog.at_level(logging.INFO, logger="felix.audit.witness"):
+        for each, times in ((given_up, TRIES), (other, 1)):
+            for _ in range(times):
+                assert desk.service.add_checkpoint(body(5, [], forks[each].note(5))).status == 422
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and forks[other].note(5).decode() in said[-1], "this is the evidence"
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_who_is_gone_when_the_answer_is_there_leaves_no_line(
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tally: Tally

@@ -94,7 +94,7 @@ def test_no_text_of_the_terms_looks_like_rows(
 
 def test_what_is_named_is_told_from_what_is_not() -> None:
     said = dict(terms_rows(terms(mechanism="none named", transform=build_spec(headers=["none"]))))
-    assert (said["mechanism"], said["assessment"], said["headers"]) == (
+    assert (said["mechanism"], said["assessment"], str(said["headers"])) == (
         '"none named"',
         "none named",
         '"none"',
@@ -102,3 +102,16 @@ def test_what_is_named_is_told_from_what_is_not() -> None:
     assert dict(terms_rows(terms()))["headers"] == "none"
     for text in ("Łódź, 東京 und Zürich", "naïve", "🛫 07:15"):
         assert dict(terms_rows(terms(purpose=text)))["purpose"] == text
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"exporter": "Acme → Evil", "importer": "SA"}, {"exporter": "Acme", "importer": "Evil → SA"}),
+        ({"categories": ("contact, health",)}, {"categories": ("contact", "health")}),
+        ({"transform": build_spec(headers=["a, b"])}, {"transform": build_spec(headers=["a", "b"])}),
+    ],
+)
+def test_no_two_terms_are_shown_alike(one: dict[str, object], other: dict[str, object]) -> None:
+    shown = [[(name, str(value)) for name, value in terms_rows(terms(**each))] for each in (one, other)]
+    assert shown[0] != shown[1]

@@ -36,6 +36,21 @@ def test_letters_without_ink_are_escapes() -> None:
     assert visible_json('"\u3164"'.encode()) == rb'"\u3164"'
 
 
+IGNORED_AND_UNASSIGNED = (
+    (0x2065, 0x2065), (0xFFF0, 0xFFF8), (0xE0000, 0xE0000), (0xE0002, 0xE001F), (0xE0080, 0xE00FF), (0xE01F0, 0xE0FFF),
+)  # fmt: skip
+"""DerivedCoreProperties.txt of Unicode 16: Default_Ignorable_Code_Point of the category Cn, which fonts show as nothing."""
+
+
+def test_what_fonts_show_as_nothing_is_shown_also_where_no_character_is_assigned_yet() -> None:
+    tried = [chr(each) for first, last in IGNORED_AND_UNASSIGNED for each in range(first, last + 1)]
+    assert len(tried) == 3_769
+    for one in tried:
+        number = f"\\u{ord(one):04x}" if ord(one) < 0x10000 else f"\\U{ord(one):08x}"
+        assert not is_visible(one) and visible(f"a{one}b") == spelled_out(f"a{one}b") == f"a{number}b"
+        assert json.loads(visible_json(json.dumps(one, ensure_ascii=False).encode())) == one
+
+
 def test_what_is_spelled_out_has_single_blanks_between_words_alone() -> None:
     assert spelled_out(" a  b\u00a0c d ") == r"\x20a \x20b\xa0c d\x20"
     assert spelled_out("Zu\u0308rich") == "Zu\u0308rich"
