@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -13,6 +13,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 from log.building import IDENTITY, batch_of, open_disk, placed
+from log.test_compaction import Crash
 from log.test_offload import HOOKS, SMALL, offload, read_all
 from msgspec.structs import replace
 
@@ -32,6 +33,7 @@ from region.log.offload import (
     OFFLOADED_NAME,
     ListPointer,
     OffloadList,
+    OffloadState,
     decode_list,
     decode_offload,
     encode_list,
@@ -375,19 +377,29 @@ async def test_what_a_first_turn_has_uploaded_in_vain_goes_with_the_stream(
     assert store.list_names(place) == []
 
 
-def test_a_place_that_an_earlier_version_noted_nowhere_outlasts_a_kill_before_the_list_is_written(
-    tmp_path: Path, place: str
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_place_that_an_earlier_version_noted_nowhere_is_known_after_retention_let_go_of_all_there(
+    is_killed: bool, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = filled(tmp_path)
     offload(log, place)
-    log.shares_offload = True
     log.close()
-    path = tmp_path / OFFLOADED_NAME
-    save_checked(DiskFiles(), path, encode_offload(replace(log.offload, places=())))
+    state = encode_offload(replace(log.offload, places=()))
+    save_checked(DiskFiles(), tmp_path / OFFLOADED_NAME, state)
     again, _ = DiskLog.open(tmp_path, IDENTITY, now_ms=1_000, limits=SMALL, shares_offload=True)
-    again.trim(again.segments[-1].base_offset, 1_000)
-    assert not again.offload.urls and again.offload.all_places == (place,)
+    with monkeypatch.context() as patch:
+        if is_killed:
+            patch.setattr(again, "save_offload", killed)
+        with pytest.raises(Crash) if is_killed else nullcontext():
+            again.trim(again.segments[-1].base_offset, 1_000)
+    again.abandon()
+    again, _ = DiskLog.open(tmp_path, IDENTITY, now_ms=1_000, limits=SMALL, shares_offload=True)
+    assert again.offload == OffloadState(places=(place,))
     again.close()
+
+
+def killed(_: object) -> None:
+    raise Crash
 
 
 async def test_a_damaged_list_stops_offload_and_deletes_nothing(tmp_path: Path, place: str) -> None:
