@@ -669,7 +669,8 @@ class DiskLog:
     # Offload. What is moved where is region.log.offloader's.
 
     def save_offload(self, state: OffloadState) -> None:
-        """Make what is known of offloaded segments durable. Raises OSError."""
+        """Make what is known of offloaded segments durable; no place in a store is forgotten. Raises OSError."""
+        state = self._with_places(state)
         save_checked(self._files, self.folder / OFFLOADED_NAME, encode_offload(state))
         self.offload = state
 
@@ -681,7 +682,17 @@ class DiskLog:
         except OSError as error:
             if not lacks_resources(error):
                 raise
-            self.offload = state
+            self.offload = self._with_places(state)
+
+    def _with_places(self, state: OffloadState) -> OffloadState:
+        places = dict.fromkeys((*self.offload.all_places, *state.all_places))
+        return msgspec.structs.replace(state, places=tuple(places))
+
+    def note_place(self, url: str) -> None:
+        """Something is about to be put beside `url`: it goes with the stream, whatever becomes of it. Raises OSError."""
+        place = url.rpartition("/")[0]
+        if place not in self.offload.all_places:
+            self.save_offload(msgspec.structs.replace(self.offload, places=(*self.offload.places, place)))
 
     def begin_in_store(self, entries: Sequence[Offloaded]) -> None:
         """Have these, which follow each other, stand before a log that was just begun behind them: its local segments are to come. Raises

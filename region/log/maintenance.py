@@ -31,7 +31,7 @@ from region.log.counters import ShardCounters
 from region.log.disk import DiskLog
 from region.log.epochs import EpochHistory
 from region.log.errors import SegmentDamagedError, StorageFailedError, storage_error
-from region.log.offload import ListPointer, Offloaded, OffloadList, OffloadState
+from region.log.offload import ListPointer, Offloaded, OffloadList, OffloadState, object_url
 from region.log.offloader import Offloader, OffloadReport, Throttle, delete_object, drop_local
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.shared_offload import (
@@ -349,6 +349,8 @@ class Maintenance:
             below, throttle = shard.high_watermark, self._throttle()
             segments = waiting(disk, below)[:UPLOADS_PER_LIST]
             epochs = shard.epochs.starts
+            if segments:
+                await work(lambda: self._note_place(base))
             entries = await work(
                 lambda: upload_segments(self._files, segments, base, epoch, epochs, throttle, self._hooks.tag)
             )
@@ -425,6 +427,10 @@ class Maintenance:
             state = self._disk.offload
             left = tuple(url for url in state.pending_deletion if url not in doomed.pending_deletion)
             self._disk.save_offload(msgspec.structs.replace(state, begun="", pending_deletion=left))
+
+    def _note_place(self, base: str) -> None:
+        with self._writer:
+            self._disk.note_place(object_url(base, ""))
 
     def _mark(self, entries: Iterable[Offloaded], below: int) -> None:
         with self._writer:

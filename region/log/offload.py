@@ -85,6 +85,11 @@ class OffloadState(msgspec.Struct, frozen=True, array_like=True):
         """Every object that may exist, manifests left out."""
         return [*self.pending_deletion, *(one.url for one in self.segments), *filter(None, [self.begun])]
 
+    @property
+    def all_places(self) -> tuple[str, ...]:
+        """`places`, and those of all that is named here: what a version wrote that noted none, or a leader told."""
+        return tuple(dict.fromkeys((*self.places, *(url.rpartition("/")[0] for url in self.urls))))
+
 
 class ListPointer(msgspec.Struct, frozen=True):
     """Which list of a log with copies is in force: its object, the SHA-256 of its bytes in hex, and the epoch of the leader that wrote it. `tag`,

@@ -204,7 +204,14 @@ class Offloader:
                 continue
             with suppress(CorruptionError):
                 url = object_url(base, name)
-                one = decode_manifest(store.get_bytes(url), url)
+                try:
+                    found = store.get_bytes(url)
+                except UnavailableError:
+                    # A store may list for a while what was deleted just now.
+                    if store.is_there(url):
+                        raise
+                    continue
+                one = decode_manifest(found, url)
                 ours = msgspec.structs.replace(one, epochs=epochs)
                 if one.segment.next_offset <= start and epochs and _shares_history(one, ours):
                     delete_object(url.removesuffix(MANIFEST_SUFFIX))
@@ -293,10 +300,7 @@ def _begin(state: OffloadState, url: str) -> OffloadState:
     """An upload begins, or none where `url` is empty. What was begun before and is not gone on with is there for nothing: its segment is gone, or has
     another object. What is begun once more is not to be deleted."""
     left = [one for one in (*state.pending_deletion, state.begun) if one not in ("", url)]
-    places = dict.fromkeys((*state.places, url.rpartition("/")[0])) if url else state.places
-    return msgspec.structs.replace(
-        state, begun=url, pending_deletion=tuple(dict.fromkeys(left)), places=tuple(places)
-    )
+    return msgspec.structs.replace(state, begun=url, pending_deletion=tuple(dict.fromkeys(left)))
 
 
 def drop_local(disk: DiskLog, writer: AbstractContextManager[object], local_bytes: int) -> int:

@@ -599,6 +599,7 @@ class _Recovery:
                 self.offload,
                 segments=tuple(one for one in self.offload.segments if one not in gone),
                 pending_deletion=(*self.offload.pending_deletion, *doomed),
+                places=self.offload.all_places,
             )
         oldest = min(
             [*map(base_of, kept[:1]), *(one.base_offset for one in self.offload.segments)], default=-1

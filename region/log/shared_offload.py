@@ -196,7 +196,7 @@ def delete_all(state: OffloadState) -> None:
     deleted."""
     for url in state.urls:
         delete_object(url)
-    for base in {*state.places, *(url.rpartition("/")[0] for url in state.urls)}:
+    for base in state.all_places:
         for name in store.list_names(base):
             if is_object(name):
                 store.delete(object_url(base, name))

@@ -1039,6 +1039,21 @@ async def test_deleting_a_stream_deletes_what_a_history_of_before_left_though_no
     assert store.list_names(base) == []
 
 
+def test_a_store_that_lists_late_what_was_deleted_is_no_store_that_fails(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(tmp_path)
+    offload(log, place)
+    before = store.list_names(place)
+    log.delete_old(Retention(size_bytes=1), 1_000, below=log.end_offset)
+    assert log.offload.pending_deletion
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "list_names", lambda _: before)
+        offload(log, place)
+    assert store.list_names(place) == [] and not log.offload.pending_deletion
+    log.close()
+
+
 async def test_nothing_is_kept_of_what_retention_lets_go_of_while_it_is_fetched(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -13,11 +13,14 @@ from uuid import uuid4
 import msgspec
 import pytest
 from log.building import IDENTITY, batch_of, open_disk, placed
+from log.test_compaction import Crash
 from log.test_offload import HOOKS, SMALL, offload, read_all
 from msgspec.structs import replace
 
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.settings import Offload, Retention
+from felix.storage.disk import DiskFiles
+from felix.storage.small_file import load_checked, save_checked
 from keys.link import tag
 from region.log import fsspec_store as store
 from region.log import maintenance
@@ -27,12 +30,17 @@ from region.log.disk import DiskLog
 from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame, Place
 from region.log.offload import (
+    OFFLOADED_NAME,
     ListPointer,
     OffloadList,
+    OffloadState,
     decode_list,
+    decode_offload,
     encode_list,
+    encode_offload,
     epoch_of,
     list_name,
+    object_name,
     object_url,
 )
 from region.log.offloader import check_object, delete_object, restore_shard
@@ -40,7 +48,7 @@ from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardLog, ShardSettings, ShardStore
-from region.log.shared_offload import TAG, ForgedListError, SharedLists
+from region.log.shared_offload import TAG, ForgedListError, SharedLists, delete_all
 
 FOLLOWERS_READ = 10_000
 SECRET = bytes(range(32))
@@ -322,6 +330,76 @@ async def test_retention_deletes_in_the_store_once_a_list_without_it_is_in_force
         assert other.start_offset == log.start_offset
         check_store(record, other, place)
     assert read_all(other) == read_all(log)
+
+
+async def test_a_deleted_stream_leaves_nothing_in_the_store_of_which_retention_let_go_of_all_else(
+    tmp_path: Path, place: str
+) -> None:
+    """Neither the list, which names no segment any more, nor what a leader that failed has uploaded in vain."""
+    record, log = Record(), filled(tmp_path / "a")
+    other = copied(log, tmp_path / "b")
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+        other.follow_offloaded(LISTS.read(record.pointer).segments, other.end_offset)
+        for each in (log, other):
+            each.trim(each.segments[-1].base_offset, 1_000)
+        await turns(shard, place)
+        assert not LISTS.read(record.pointer).segments
+    store.put_bytes(b"left", object_url(place, object_name(30, 7)))
+    other.close()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        before = store.list_names(place)
+        assert len(before) == 2
+        payload = load_checked(DiskFiles(), folder / OFFLOADED_NAME)
+        assert payload is not None
+        delete_all(decode_offload(payload))
+        assert store.list_names(place) == []
+        for name in before:
+            store.put_bytes(b"left", object_url(place, name))
+
+
+async def test_what_a_first_turn_has_uploaded_in_vain_goes_with_the_stream(
+    tmp_path: Path, place: str
+) -> None:
+    record, log = Record(), filled(tmp_path)
+
+    def lose() -> None:
+        raise UnavailableError("The answer was lost.")
+
+    record.told = lose
+    async with leading(log, record, place) as shard:
+        with pytest.raises(UnavailableError):
+            await shard.offload(0, place)
+    assert store.list_names(place) and not log.offload.urls
+    payload = load_checked(DiskFiles(), tmp_path / OFFLOADED_NAME)
+    assert payload is not None
+    delete_all(decode_offload(payload))
+    assert store.list_names(place) == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_place_that_an_earlier_version_noted_nowhere_is_known_after_retention_let_go_of_all_there(
+    is_killed: bool, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(tmp_path)
+    offload(log, place)
+    log.close()
+    state = encode_offload(replace(log.offload, places=()))
+    save_checked(DiskFiles(), tmp_path / OFFLOADED_NAME, state)
+    again, _ = DiskLog.open(tmp_path, IDENTITY, now_ms=1_000, limits=SMALL, shares_offload=True)
+    with monkeypatch.context() as patch:
+        if is_killed:
+            patch.setattr(again, "save_offload", killed)
+        with pytest.raises(Crash) if is_killed else nullcontext():
+            again.trim(again.segments[-1].base_offset, 1_000)
+    again.abandon()
+    again, _ = DiskLog.open(tmp_path, IDENTITY, now_ms=1_000, limits=SMALL, shares_offload=True)
+    assert again.offload == OffloadState(places=(place,))
+    again.close()
+
+
+def killed(_: object) -> None:
+    raise Crash
 
 
 async def test_a_damaged_list_stops_offload_and_deletes_nothing(tmp_path: Path, place: str) -> None:
