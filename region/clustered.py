@@ -166,6 +166,13 @@ class Clustered:
         stream = self.member.audit.stream
         return self.member.audit.broker if stream is None else self.leader_of(stream, 0)
 
+    @property
+    def has_no_audit_copy(self) -> bool:
+        """Whether others have copies of the region's audit log and this broker has none: what is on its disk of a former one stays as it is. From any thread."""
+        stream = self.member.audit.stream
+        replicas = frozenset[str]() if stream is None else self.replicas_of(stream)
+        return bool(replicas) and self.member.broker not in replicas
+
     def epochs(self, record: Stream) -> dict[int, int]:
         """The epoch of each shard, where this broker leads the stream; empty where it does not, or has not all committed yet that it had
         when it was elected. A shard that nobody can lead keeps no other from being served, and has none."""

@@ -48,22 +48,24 @@ class BrokerGauges:
 
     def values(self) -> dict[str, float]:
         """Of the broker as a whole, by name."""
-        status = self._governance.trail.status()
+        status, clustered = self._governance.trail.status(), self._broker.clustered
+        # A former copy of the audit log goes no further: that its newest leaves are not cosigned is nobody's matter.
+        copied = clustered is None or not clustered.has_no_audit_copy
         return {
             "ready": float(not self._not_ready()),
             **self._broker.gauges(),
             **self._subscriptions.gauges(),
             **self._listener_gauges(),
-            **({} if self._broker.clustered is None else self._broker.clustered.gauges()),
+            **({} if clustered is None else clustered.gauges()),
             **self._relays.gauges(),
             **({} if self._broker.own_files is None else self._broker.own_files.gauges()),
             "offload_cache_bytes": self._directory.fetched_bytes,
             "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
             "offload_refused": self._broker.streams.maintenance.offload_refused,
             "streams_opened_again": self._broker.streams.reopener.opened,
-            "audit_leaves": status.durable,
-            "audit_checkpoint_leaves": status.checkpoint,
-            "audit_cosigned_leaves": status.cosigned,
+            "audit_leaves": status.durable if copied else 0,
+            "audit_checkpoint_leaves": status.checkpoint if copied else 0,
+            "audit_cosigned_leaves": status.cosigned if copied else 0,
             "audit_pending_bytes": status.pending_bytes,
             "audit_failed": float(bool(status.failure)),
             **self._governance.witnessing.gauges(),

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from cluster.audited import key_leaf
 from cluster.clustered_region import ClusteredRegion, publishing, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
@@ -422,3 +423,29 @@ async def test_a_region_whose_metadata_store_is_away_says_that_it_has_no_control
         finally:
             etcd.start()
         await until(lambda: shown(missing) == [(1, 0)] * 3)
+
+
+async def test_a_broker_that_has_a_copy_of_the_audit_log_no_more_shows_none_of_its_leaves(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """What its disk has of it stays as it is: some of the newest leaves would never be cosigned there."""
+    async with serving(tmp_path, etcd, count=4) as region:
+
+        def shown(broker: str) -> float:
+            return region.nodes[broker].gauges.values()["audit_leaves"]
+
+        def copies() -> frozenset[str]:
+            audit = region.clustered("b1").member.audit.stream
+            return frozenset() if audit is None else region.clustered("b1").replicas_of(audit)
+
+        await until(lambda: len(copies()) == 3 and region.clustered("b1").audit_home in region.nodes)
+        home = region.clustered("b1").audit_home
+        await until(lambda: region.clustered(home).has_audit_log)
+        await region.nodes[home].services.governance.trail.append([key_leaf(0)])
+        had = copies()
+        await until(lambda: all(shown(broker) == 1 for broker in had))
+        left = next(broker for broker in sorted(had) if broker != home)
+        await region.drain(left)
+        await until(lambda: left not in copies() and all(shown(broker) == 1 for broker in copies()))
+        await until(lambda: shown(left) == 0)
+        assert region.nodes[left].services.governance.trail.status().durable == 1
