@@ -314,6 +314,9 @@ class Link:
                     self.credit.extend(limit_bytes)
                 case Established(welcome):
                     self._welcome(welcome)
+                    if self.established.done():
+                        # Whoever waited was cancelled, and is about to close it.
+                        continue
                     self.established.set_result(event)
                     if self._is_of_several:
                         self._reading = self._loop.call_later(READER_SILENT_S, self._look_for_readers)

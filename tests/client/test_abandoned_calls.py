@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -13,7 +14,8 @@ from region_fixtures import founded, node, operator
 
 import felix
 from felix import Code, FelixError, RequestError, UnavailableError
-from felix.messages import Request, Subscribe
+from felix.link import Link
+from felix.messages import Request, Subscribe, Welcome
 from region.folder import RegionFolder
 from region.node import Node
 
@@ -503,3 +505,28 @@ async def test_a_client_whose_close_is_cancelled_is_closed(node: Node) -> None:
         await until(lambda link=link: link.is_over)  # type: ignore[misc]
         await region.close()
         assert not [each for each in asyncio.all_tasks() if each.get_name() == "felix-us-east"]
+
+
+# -- connecting -------------------------------------------------------------------------------------------
+
+
+async def test_a_welcome_that_comes_as_whoever_connects_is_cancelled_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    welcome = Link._welcome
+    connecting: list[asyncio.Task[None]] = []
+
+    def cancelled_meanwhile(link: Link, message: Welcome) -> None:
+        connecting[0].cancel()
+        welcome(link, message)
+
+    monkeypatch.setattr(Link, "_welcome", cancelled_meanwhile)
+
+    async def connect() -> None:
+        async with connected(ScriptedBroker()):
+            raise AssertionError("connected")
+
+    connecting.append(asyncio.ensure_future(connect()))
+    with pytest.raises(asyncio.CancelledError):
+        await connecting[0]
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]

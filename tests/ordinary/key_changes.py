@@ -161,6 +161,11 @@ async def _raise(world: World, region: str, folder: RegionFolder, config: Region
 
 async def _cosigned(world: World, region: str) -> bool:
     """Wait until the region has cosigned the logs that its bridges' and the others' agents bring it, as far as these are now."""
+    # With what was written since their last checkpoints.
+    trails = [node.services.governance.trail for node in world.nodes.values()]
+    trails += [trail for agent in world.agents.values() if (trail := agent.context.trail) is not None]
+    for trail in trails:
+        await asyncio.to_thread(trail.publish)
     # Also those of which it has cosigned nothing yet: what they have of this region's would have no end in them.
     wanted = {
         origin: size
