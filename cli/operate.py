@@ -120,9 +120,16 @@ async def _drain(
 
 
 async def _still_drained(client: felix.RegionClient, names: Sequence[str]) -> list[BrokerState]:
-    """Brokers that this command drained. Raises RequestError(CONFLICT) where somebody has let one have copies again meanwhile."""
+    """Brokers that this command drained. Raises RequestError where somebody has retired one meanwhile (NOT_FOUND), or let it have copies again (CONFLICT)."""
     for _ in range(LOOKS):
         state = await client.describe()
+        known = {each.broker for each in state.brokers}
+        if gone := [name for name in names if name not in known]:
+            raise RequestError(
+                f"{', '.join(gone)} is no broker of {state.region} any more: it was drained, and somebody retired it meanwhile, as `felix region scale` does.",
+                code=Code.NOT_FOUND,
+                hint="It has no copies. felix region status shows the region's brokers.",
+            )
         found = [_of(state, name) for name in names]
         if ended := [each.broker for each in found if not each.is_drained]:
             await asyncio.sleep(LOOK_S)
@@ -349,7 +356,7 @@ def scale(
 
     region.yaml says it from then on; `felix region up`, where it runs, starts and stops them.
     """
-    from cli.several import are_all_here, scaled, was_registered
+    from cli.several import are_all_here, require_unchanged, scaled, was_registered
 
     region = name = choose_region(one_of(name, region))
     folder, config = folder_of(name)
@@ -380,7 +387,7 @@ def scale(
             if (broker := str(each.id)) not in before or not was_registered(folder.root / config.data, broker)
         ]
         if new and is_served:
-            run(_come(region, identity, new, wait_ms))
+            run(_come(region, identity, new, wait_ms, folder.config))
         away, drained = run(_standing(region, identity, before)) if is_served else ([], [])
         if away:
             note(
@@ -400,7 +407,12 @@ def scale(
             code=Code.CONFLICT,
             hint=f"Change replicas: in cluster: there to {count} or less, and start the brokers again.",
         )
-    drained = run(_leave(region, identity, going, wait_ms, folder.root / config.data))
+    try:
+        drained = run(_leave(region, identity, going, wait_ms, folder.root / config.data))
+    except RequestError:
+        # Another one may have retired them meanwhile, and whatever it is refused with follows from that.
+        require_unchanged(folder, config)
+        raise
     scaled(folder, config, count, free_address)
     run(_gone(region, identity, going, wait_ms))
     said = []
@@ -416,11 +428,24 @@ def scale(
     out.print(f"{name} has {counted(count, 'broker')}: {'; '.join(said)}")
 
 
-async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> None:
+async def _come(region: str, identity: str, names: list[str], wait_ms: int, written: Path) -> None:
+    """`written`: region.yaml. Raises RequestError(CONFLICT) where it names one of them no more, which then never starts."""
+    from region.config import load_config
+
+    def lacking(state: RegionState) -> int:
+        away = [name for name in names if not _is_alive(state, name)]
+        cluster = load_config(written).cluster if away else None
+        named = [str(each.id) for each in cluster.brokers] if cluster is not None else []
+        if gone := [name for name in away if name not in named]:
+            raise RequestError(
+                f"{', '.join(gone)} will not start: {written} was changed meanwhile, as by another `felix region scale`.",
+                code=Code.CONFLICT,
+                hint="Look at cluster.brokers there, and repeat the command if it is still wanted.",
+            )
+        return len(away)
+
     async with connect(region, identity) as client:
-        await _until(
-            client, wait_ms, lambda state: sum(not _is_alive(state, name) for name in names), "start"
-        )
+        await _until(client, wait_ms, lacking, "start")
 
 
 async def _leave(region: str, identity: str, names: list[str], wait_ms: int, data: Path) -> list[str]:

@@ -155,11 +155,8 @@ def name_brokers(
     return made
 
 
-def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress) -> RegionConfig:
-    """The region's configuration with `count` brokers on this machine: more behind those that it names, or without the last of them. Written
-    into region.yaml. Raises RequestError where its brokers are not written there as this module writes them, or are others by now."""
-    assert config.cluster is not None
-    brokers = config.cluster.brokers
+def require_unchanged(folder: RegionFolder, config: RegionConfig) -> str:
+    """The text of region.yaml. Raises RequestError where its brokers are others by now than a command has read there."""
     text = folder.config.read_text(encoding="utf-8")
     if decode_document(text, RegionConfig, str(folder.config)).cluster != config.cluster:
         raise RequestError(
@@ -167,6 +164,15 @@ def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address:
             code=Code.CONFLICT,
             hint="Look at cluster.brokers there, and repeat the command if it is still wanted.",
         )
+    return text
+
+
+def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress) -> RegionConfig:
+    """The region's configuration with `count` brokers on this machine: more behind those that it names, or without the last of them. Written
+    into region.yaml. Raises RequestError where its brokers are not written there as this module writes them, or are others by now."""
+    assert config.cluster is not None
+    brokers = config.cluster.brokers
+    text = require_unchanged(folder, config)
     lines = re.findall(r"^    - \{id: [^\n]*\}\n", text, flags=re.M)
     if len(lines) != len(brokers):
         raise RequestError(

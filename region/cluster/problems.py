@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from region.cluster import transactions
+from region.cluster import draining, transactions
 from region.cluster.clocks import CLOCK_OFF_MS_MAX
 from region.cluster.election import LogEnd, Unopened, candidates, may_ask_for_ends
 from region.cluster.membership import is_enough, is_replaced
@@ -278,6 +278,14 @@ def _led_by_nobody(survey: Survey, region: str, ends: Mapping[ShardId, Ends] | N
         yield f"Nobody leads {_named(found)}: {why.sentence}. {way}".rstrip()
     if len(groups) > GROUPS_SHOWN:
         yield f"Nobody leads shards for {len(groups) - GROUPS_SHOWN:,} more reasons."
+    new = [shard for shard in soon if shard.record is None]
+    alive = sorted(view.alive)
+    if new and alive and view.frozen is None and draining.drained_of(view).issuperset(alive):
+        soon = [shard for shard in soon if shard.record is not None]
+        yield (
+            f"Nobody leads {_named(new)}: each broker that is alive is drained, and gets no copies. "
+            f"`felix region undrain {alive[0]}` lets one have them again."
+        )
     if soon and view.frozen is None:
         yield f"Nobody leads {_named(soon)} yet: a broker is about to."
     elif soon:

@@ -187,6 +187,15 @@ def test_what_is_about_to_be_led_or_placed_is_said_as_such() -> None:
     assert seen(in_memory, replicas=1, kind="ephemeral").problems[0] == soon
 
 
+def test_a_new_stream_waits_for_an_undrain_where_each_broker_that_is_alive_is_drained() -> None:
+    nodes = {"a": 5, "b": node(drain=True), "c": node(drain=True)}
+    assert seen(view_of(nodes, {"b": 5, "c": 5})).problems[0] == (
+        f"Nobody leads {NAME} shard 0: each broker that is alive is drained, and gets no copies. "
+        "`felix region undrain b` lets one have them again."
+    )
+    assert "a broker is about to" in seen(view_of(nodes)).problems[0]
+
+
 def test_a_shard_to_which_nothing_is_written_is_told_before_copies_that_lack() -> None:
     told = seen(view_of(WHOLE, {"a": 5}, {0: shard_record({"a": 5})})).problems
     assert (

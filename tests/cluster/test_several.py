@@ -24,6 +24,7 @@ from long_runs import count
 from region_home import make_region
 from region_peer import client, until
 
+from cli import operate
 from cli import several as cli_several
 from cli.process import FAILURE
 from cli.setting import run
@@ -679,6 +680,54 @@ async def test_a_scale_that_is_repeated_waits_for_the_brokers_that_the_first_one
         scaled(folder, load_config(folder.config), 3, free_address)
         await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
         assert [bool(each.address) for each in (await operator.describe()).brokers] == [True] * 3
+
+
+@pytest.mark.etcd
+async def test_a_scale_says_at_once_that_another_one_took_back_the_broker_that_it_waits_for(
+    tmp_path: Path,
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    folder = several(tmp_path, 2)
+
+    def brokers() -> int:
+        cluster = load_config(folder.config).cluster
+        assert cluster is not None
+        return len(cluster.brokers)
+
+    async with running(folder):
+        waiting = asyncio.ensure_future(
+            asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3", "--wait", "20s", code=None)
+        )
+        await until(lambda: brokers() == 3)
+        # As the `felix region scale 2` of another operator does, to whose region b3 has not come yet.
+        scaled(folder, load_config(folder.config), 2, free_address)
+        said = await waiting
+        assert said.code == 1
+        assert "b3 will not start" in said.err and "was changed meanwhile" in " ".join(said.err.split())
+
+
+@pytest.mark.etcd
+async def test_who_drains_what_another_scale_has_retired_meanwhile_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    folder = several(tmp_path, 3)
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+
+    async def finish_beside_another(*_: object) -> list[str]:
+        said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
+        assert "b3 is drained, stopped and retired" in said.out
+        return []
+
+    monkeypatch.setattr(operate, "_finish", finish_beside_another)
+    async with running(folder), client(folder) as operator:
+        # Both have read that there are three. Whom the second drains is no broker any more, and few know yet that it was retired.
+        with pytest.raises(RequestError, match=r"region.yaml was changed meanwhile"):
+            await asyncio.to_thread(operate.scale, 2, "us-east", "1m", "", "")
+        with pytest.raises(RequestError, match="somebody retired it meanwhile"):
+            await operate._still_drained(operator, ["b3"])
 
 
 @pytest.mark.etcd
