@@ -905,7 +905,10 @@ def _approval(proven: Proven) -> list[list[object]]:
         return []
     return [
         *(list(row) for row in terms_rows(approved.terms) if row[0] in _PURPOSE_ROWS),
-        ["approved by", lines(approved.approvers) if approved.approvers else "nobody, as both policies allow"],
+        [
+            "approved by",
+            lines(approved.approvers) if approved.approvers else "nobody, as both policies allow",
+        ],
         ["accepted by", approved.accepted_by],
         ["countries", f"{approved.source_country} → {approved.destination_country}"],
     ]

@@ -67,7 +67,9 @@ def _cell(value: Any) -> str:
         # A line for each: whatever stood between two could be in one of them.
         told = Markup("<br>").join(visible(str(item)) for item in value[:ITEMS_MAX])
         more = len(value) - ITEMS_MAX
-        return told + (Markup('<br><span class="quiet">and {:,} more</span>').format(more) if more > 0 else "")
+        return told + (
+            Markup('<br><span class="quiet">and {:,} more</span>').format(more) if more > 0 else ""
+        )
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -27,7 +27,11 @@ ROW = re.compile(r"^ {0,4}(\S+(?: \S+)*)\s{2,}\S")
 
 def forged(blank: str) -> str:
     """A text that ends its line and goes on with what looks like rows."""
-    lines = ("arrived".ljust(WIDTH), "  cosigned        eu-west at noon".ljust(WIDTH), "  kind            ACK")
+    lines = (
+        "arrived".ljust(WIDTH),
+        "  cosigned        eu-west at noon".ljust(WIDTH),
+        "  kind            ACK",
+    )
     return "".join(lines).replace(" ", blank)
 
 
@@ -50,9 +54,18 @@ def shown(*arguments: str) -> str:
 @pytest.mark.parametrize("blank", BLANKS)
 @pytest.mark.parametrize("field", ["sentence", "stream", "grant_id"])
 def test_no_text_of_a_leaf_looks_like_a_row(tmp_path: Path, field: str, blank: str) -> None:
-    texts: dict[str, object] = {"actor": BRIDGE, "action": "read", "rule": "grant", "code": 501, "sentence": "No.", field: forged(blank)}
+    texts: dict[str, object] = {
+        "actor": BRIDGE,
+        "action": "read",
+        "rule": "grant",
+        "code": 501,
+        "sentence": "No.",
+        field: forged(blank),
+    }
     write_log(tmp_path, EGRESS_ORIGIN, [[Leaf(Link().header(Kind.DENY, **texts))]])
-    assert not re.search(r"\s{2,}(eu-west at noon|ACK)", "\n".join(on_a_terminal(shown("show", str(tmp_path)))))
+    assert not re.search(
+        r"\s{2,}(eu-west at noon|ACK)", "\n".join(on_a_terminal(shown("show", str(tmp_path))))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,5 +110,7 @@ def test_no_two_proofs_are_shown_alike(
         ({"mechanism": ""}, {"mechanism": "none named"}),
     )  # fmt: skip
     for pair in pairs:
-        one, other = (check(with_terms(proven, basis=Basis.SCC, **each), tmp_path, monkeypatch) for each in pair)
+        one, other = (
+            check(with_terms(proven, basis=Basis.SCC, **each), tmp_path, monkeypatch) for each in pair
+        )
         assert one != other

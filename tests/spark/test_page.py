@@ -342,7 +342,12 @@ def test_no_two_lists_are_shown_alike() -> None:
     for name in ("categories", "data_subjects", "headers"):
         pages = {
             render(hostile_report("reconciled", **{name: each}))
-            for each in (["contact, health"], ["contact", "health"], ["contact<br>health"], ["contact\nhealth"])
+            for each in (
+                ["contact, health"],
+                ["contact", "health"],
+                ["contact<br>health"],
+                ["contact\nhealth"],
+            )
         }
         assert len(pages) == 4, name
 

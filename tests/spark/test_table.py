@@ -45,7 +45,9 @@ def test_no_two_lists_are_one_csv_cell() -> None:
     lists = (["contact; health"], ["contact", "health"], ["contact;", "health"], ["contact", ";health"])
     cells = {encode_csv(Table("t", "T", (COLUMNS[4],), ((each,),))) for each in lists}
     assert len(cells) == len(lists)
-    for each, cell in zip(lists, (encode_csv(Table("t", "T", (COLUMNS[4],), ((one,),))) for one in lists), strict=True):
+    for each, cell in zip(
+        lists, (encode_csv(Table("t", "T", (COLUMNS[4],), ((one,),))) for one in lists), strict=True
+    ):
         (_, (read,)) = csv.reader(io.StringIO(cell, newline=""))
         assert len(read.split("; ")) == len(each)
 
