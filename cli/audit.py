@@ -903,8 +903,11 @@ def _approval(proven: Proven) -> list[list[object]]:
     approved = proven.approved
     if approved is None:
         return []
+    why: list[list[object]] = [
+        [name, value] for name, value in terms_rows(approved.terms) if name in _PURPOSE_ROWS
+    ]
     return [
-        *(list(row) for row in terms_rows(approved.terms) if row[0] in _PURPOSE_ROWS),
+        *why,
         [
             "approved by",
             lines(approved.approvers) if approved.approvers else "nobody, as both policies allow",
