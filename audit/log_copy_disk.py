@@ -148,6 +148,7 @@ def _copy(
     for said in stated(log, own, noted):
         _require_beginning(target, said, checkpoint)
     chosen = choose(log, own, (*noted, data))
+    _sweep(target, before.size, checkpoint.size)
     if lacking or target.read(LACKING_PATH) is not None:
         target.write(LACKING_PATH, "".join(f"{each.hex()}\n" for each in sorted(lacking)).encode())
         target.flush()
@@ -280,6 +281,20 @@ def _held(target: Folder, roots: BundleRoots, number: int) -> list[memoryview] |
         return roots.read_bundle(target, number)
     except TamperError:
         return None
+
+
+def _sweep(target: Folder, before: int, now: int) -> None:
+    """Remove partial files of what was copied and broken off: where the log was another one then, they are no part of this one."""
+    for level in range(len(edge_widths(now))):
+        held, wanted = before >> TILE_HEIGHT * level, now >> TILE_HEIGHT * level
+        for number in range(held // TILE_WIDTH, wanted // TILE_WIDTH + 1):
+            kept = {size - number * TILE_WIDTH for size in (held, wanted)}
+            for width in partial_widths(target, str(level), number):
+                if width not in kept:
+                    target.remove(tile_path(level, number, width))
+            for width in partial_widths(target, "entries", number) if not level else ():
+                if width not in kept:
+                    target.remove(bundle_path(number, width))
 
 
 def _tidy(target: Folder, before: int, now: int) -> None:

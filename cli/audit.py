@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from audit.checkpoint import origin_of
-from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
+from audit.leaf import LEAF_COLUMNS, Header, Kind, decode_leaf, leaf_row
 from audit.log_copy_disk import copy_log
 from audit.merkle import HASH_BYTES
 from audit.note import parse_note
@@ -33,7 +33,7 @@ from cli.audit_copies import furthest_copy
 from cli.exits import EXIT_DAMAGED, EXIT_FAILED, EXIT_VERSION_1
 from cli.grants import known_bundles
 from cli.moments import parse_past
-from cli.output import counted, err, iso, note, out, print_json, progress, styled, table, verdict
+from cli.output import counted, err, iso, lines, note, out, print_json, progress, styled, table, verdict
 from cli.process import read_state
 from cli.setting import (
     JsonOption,
@@ -43,10 +43,12 @@ from cli.setting import (
     preferred_region,
     read_file,
 )
+from cli.terms import terms_rows
 from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError
 from felix.files import write_output
 from felix.names import StreamName
 from felix.runtime.real import now_ms
+from felix.visible import spelled_out
 from keys.bundle import RegionBundle, changes_of, decode_bundle
 from policy.quantity import Duration
 from region.folder import RegionFolder
@@ -676,12 +678,12 @@ def show(
                 row["index"],
                 "" if row["time_ms"] is None else iso(row["time_ms"]),
                 row["kind"],
-                row["stream"] or "",
+                spelled_out(row["stream"] or ""),
                 row["shard"] if row["stream"] else None,
                 "" if row["first_offset"] is None else f"{row['first_offset']}–{row['last_offset']}",
                 row["records"] or None,
-                row["grant_id"] or "",
-                row["sentence"] or row["reason"] or row["action"] or "",
+                spelled_out(row["grant_id"] or ""),
+                spelled_out(row["sentence"] or row["reason"] or row["action"] or ""),
             ]
             for row in rows
         ],
@@ -829,11 +831,9 @@ def check_proof_(
     rows: list[list[object]] = [
         [
             "record",
-            f"{proven.stream} shard {proven.shard} offset {proven.offset}, {proven.entry.size} bytes as it crossed",
+            f"{spelled_out(proven.stream)} shard {proven.shard} offset {proven.offset}, {proven.entry.size} bytes as it crossed",
         ],
-        ["from, to", f"{intent.source_region} → {intent.destination_region}, as {intent.destination_stream}"],
-        ["carried by", intent.bridge],
-        ["under grant", f"{intent.grant_id}, terms {intent.terms_hash.hex()}"],
+        *_link(intent),
         *_approval(proven),
         ["about to cross", f"{iso(intent.time_ms)}, leaf {proven.intent_index}"],
         ["arrived", _arrival(receipt, proven.ack_index)],
@@ -866,11 +866,9 @@ def _print_leaf(file: Path, proven: ProvenLeaf) -> None:
     header, entry = proven.header, proven.entry
     size = "" if entry is None else f", {entry.size} bytes as it crossed"
     arrived = "" if proven.receipt is None else _arrival(proven.receipt, proven.index)
-    rows = [
-        ["record", f"{header.stream} shard {header.shard} offset {proven.offset}{size}"],
-        ["from, to", f"{header.source_region} → {header.destination_region}, as {header.destination_stream}"],
-        ["carried by", header.bridge],
-        ["under grant", f"{header.grant_id}, terms {header.terms_hash.hex()}"],
+    rows: list[list[object]] = [
+        ["record", f"{spelled_out(header.stream)} shard {header.shard} offset {proven.offset}{size}"],
+        *_link(header),
         ["leaf", f"{proven.index}, {proven.kind}, {iso(header.time_ms)}"],
         ["envelope", header.envelope_sha256.hex()],
         [
@@ -886,15 +884,34 @@ def _print_leaf(file: Path, proven: ProvenLeaf) -> None:
     table("What it proves", ["", ""], rows)
 
 
+_PURPOSE_ROWS: Final = ("purpose", "basis", "mechanism", "reference")
+
+
+def _link(header: Header) -> list[list[object]]:
+    """Where it went, by whom and under which grant. Texts of a leaf: whoever wrote the log chose them."""
+    return [
+        ["from, to", f"{spelled_out(header.source_region)} → {spelled_out(header.destination_region)}"],
+        ["arrives as", spelled_out(header.destination_stream)],
+        ["carried by", spelled_out(header.bridge)],
+        ["grant", spelled_out(header.grant_id)],
+        ["terms hash", header.terms_hash.hex()],
+    ]
+
+
 def _approval(proven: Proven) -> list[list[object]]:
-    """Under which approval, where the proof shows it."""
+    """Under which approval, where the proof shows it. Each text has a row, as whoever signs reads them (cli.terms): whatever stood between two could be in one of them."""
     approved = proven.approved
     if approved is None:
         return []
-    terms = approved.terms
+    why: list[list[object]] = [
+        [name, value] for name, value in terms_rows(approved.terms) if name in _PURPOSE_ROWS
+    ]
     return [
-        ["for", f"{terms.purpose}, on the basis of {terms.basis} {terms.reference}".rstrip()],
-        ["approved by", ", ".join(approved.approvers) or "nobody, as both policies allow"],
+        *why,
+        [
+            "approved by",
+            lines(approved.approvers) if approved.approvers else "nobody, as both policies allow",
+        ],
         ["accepted by", approved.accepted_by],
         ["countries", f"{approved.source_country} → {approved.destination_country}"],
     ]

@@ -64,8 +64,12 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        more = f" and {len(value) - ITEMS_MAX:,} more" if len(value) > ITEMS_MAX else ""
-        return ", ".join(str(item) for item in value[:ITEMS_MAX]) + more
+        # A line for each: whatever stood between two could be in one of them.
+        told = Markup("<br>").join(visible(str(item)) for item in value[:ITEMS_MAX])
+        more = len(value) - ITEMS_MAX
+        return told + (
+            Markup('<br><span class="quiet">and {:,} more</span>').format(more) if more > 0 else ""
+        )
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

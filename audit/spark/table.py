@@ -9,7 +9,7 @@ Invariants:
 - a time is whole milliseconds since the Unix epoch inside a row, ISO 8601 in UTC in CSV and JSON, and
   `timestamp[ms, UTC]` in Parquet;
 - text in CSV that a spreadsheet would take for a formula is preceded by an apostrophe, and its control and format
-  characters stand as escapes (CSV alone; Parquet and, once decoded, JSON hold what the log holds).
+  characters stand as escapes, as does a semicolon in an item of a list (CSV alone; Parquet and, once decoded, JSON hold what the log holds).
 """
 
 from __future__ import annotations
@@ -152,7 +152,11 @@ def _csv_cell(value: Value, kind: Type) -> str:
         return iso(value) or ""
     if kind is Type.FLAG:
         return "true" if value else "false"
-    text = visible(LIST_SEPARATOR.join(value) if isinstance(value, list) else str(value))
+    if isinstance(value, list):
+        # A semicolon in an item would make two items of it.
+        text = LIST_SEPARATOR.join(visible(item).replace(";", "\\x3b") for item in value)
+    else:
+        text = visible(str(value))
     return _FORMULA.sub("'", text) if kind in (Type.TEXT, Type.LIST) else text
 
 

@@ -164,6 +164,41 @@ def test_a_copy_is_not_exchanged_for_another_history_by_one_false_tile(tmp_path:
     assert {path: path.read_bytes() for path in (tmp_path / "copy").rglob("*") if path.is_file()} == held
 
 
+class Exchanged(Folder):
+    """A log that is exchanged for another one once so many files of it were read."""
+
+    def __init__(self, log: Path, other: Path, reads: int) -> None:
+        super().__init__(log)
+        self._other, self._left = Folder(other), reads
+
+    def read(self, path: str) -> bytes | None:
+        self._left -= 1
+        return super().read(path) if self._left >= 0 else self._other.read(path)
+
+
+@pytest.mark.parametrize("reads", range(9))
+def test_a_copy_of_a_log_that_is_exchanged_meanwhile_verifies_or_is_none_and_goes_on(
+    tmp_path: Path, reads: int
+) -> None:
+    """Also where it was broken off with files of the other log's in it."""
+    logs = [Log(tmp_path / name) for name in "ab"]
+    logs[0].go_on(300)
+    logs[1].go_on(250)
+    logs[1]._link.time_ms += 777
+    logs[1].go_on(280)
+    for log in logs:
+        log.trail.close()
+    for log, other in (logs, reversed(logs)):
+        to = tmp_path / f"copy-of-{log.path.name}"
+        try:
+            copy(Exchanged(log.path, other.path, reads), to)
+        except (TamperError, RolledBackError):
+            assert not (to / CHECKPOINT_PATH).exists()
+        else:
+            continue
+        copy(Folder(log.path), to)
+
+
 def test_one_process_at_a_time_copies_into_a_folder(log: Log, tmp_path: Path) -> None:
     class Second(Folder):
         def write(self, path: str, data: bytes) -> None:

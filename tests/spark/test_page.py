@@ -337,6 +337,21 @@ def test_no_text_of_a_log_becomes_markup_wherever_it_stands(status: str, more: d
     assert shown.count("<script>alert(1)</script>") > 40 and "&lt;" not in shown
 
 
+def test_no_two_lists_are_shown_alike() -> None:
+    """Categories and headers are texts that whoever drew a grant up chose: one with a comma is not two."""
+    for name in ("categories", "data_subjects", "headers"):
+        pages = {
+            render(hostile_report("reconciled", **{name: each}))
+            for each in (
+                ["contact, health"],
+                ["contact", "health"],
+                ["contact<br>health"],
+                ["contact\nhealth"],
+            )
+        }
+        assert len(pages) == 4, name
+
+
 def test_a_page_stays_short_whatever_a_log_names() -> None:
     """Tables have 100,000 rows, and each may be of a stream and a region of its own, with lists as long as its log."""
     count = 3_000

@@ -40,6 +40,18 @@ def test_csv_reads_back_as_written_and_line_feeds_are_seen() -> None:
     ]
 
 
+def test_no_two_lists_are_one_csv_cell() -> None:
+    """Items are of texts that somebody chose: one that holds the separator is not two."""
+    lists = (["contact; health"], ["contact", "health"], ["contact;", "health"], ["contact", ";health"])
+    cells = {encode_csv(Table("t", "T", (COLUMNS[4],), ((each,),))) for each in lists}
+    assert len(cells) == len(lists)
+    for each, cell in zip(
+        lists, (encode_csv(Table("t", "T", (COLUMNS[4],), ((one,),))) for one in lists), strict=True
+    ):
+        (_, (read,)) = csv.reader(io.StringIO(cell, newline=""))
+        assert len(read.split("; ")) == len(each)
+
+
 def test_json_names_every_column() -> None:
     rows = json_rows(from_rows("t", "T", COLUMNS, ROWS))
     assert rows[0]["at"] == "2013-01-01T00:26:40.123Z" and rows[0]["tags"] == ["x", "y"]
