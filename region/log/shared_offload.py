@@ -191,12 +191,27 @@ def delete_orphans(listed: OffloadList, pointer: ListPointer, base: str) -> int:
     return count
 
 
-def delete_all(state: OffloadState) -> None:
+def delete_all(state: OffloadState) -> tuple[OffloadState, UnavailableError | None]:
     """Delete all objects that are known, and all that brokers have put beside them in their shard's place, of whichever history: of a stream that was
-    deleted."""
-    for url in state.urls:
-        delete_object(url)
+    deleted. A store that does not holds up no other one, and no more is asked of it: what is left, to go on from, and what the first of them said.
+    """
+    deleted: set[str] = set()
+    failure: UnavailableError | None = None
     for base in state.all_places:
-        for name in store.list_names(base):
-            if is_object(name):
-                store.delete(object_url(base, name))
+        try:
+            for url in state.urls:
+                if url.rpartition("/")[0] == base:
+                    delete_object(url)
+                    deleted.add(url)
+            for name in store.list_names(base):
+                if is_object(name):
+                    store.delete(object_url(base, name))
+        except UnavailableError as error:
+            failure = failure or error
+    left = OffloadState(
+        tuple(one for one in state.segments if one.url not in deleted),
+        "" if state.begun in deleted else state.begun,
+        tuple(url for url in state.pending_deletion if url not in deleted),
+        state.all_places,
+    )
+    return left, failure
