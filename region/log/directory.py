@@ -17,6 +17,7 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from felix.errors import Code, FelixError, RequestError
@@ -26,13 +27,13 @@ from felix.runtime.real import REAL
 from felix.storage.disk import DiskFiles
 from felix.storage.held import HeldFiles
 from felix.storage.port import Files
-from felix.storage.small_file import load_checked, read_file
+from felix.storage.small_file import load_checked, read_file, save_checked
 from region.log.ahead import AHEAD_NAMES
 from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
 from region.log.copies import Copies
 from region.log.durable_mark import MARK_NAME
-from region.log.offload import OFFLOADED_NAME, OffloadState, decode_offload, object_url
+from region.log.offload import OFFLOADED_NAME, OffloadState, decode_offload, encode_offload, object_url
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore
@@ -172,6 +173,8 @@ class LogDirectory:
         self._closing: set[asyncio.Task[None]] = set()
         # The folders of streams whose names no crash takes back, as far as that was seen to by this process.
         self._lasting: set[Path] = set()
+        # Held while objects of a deleted stream are deleted: two threads may come to it.
+        self._finishing = Lock()
         self.commit_pool.submit(self._finish_deletions)
 
     @property
@@ -431,16 +434,35 @@ class LogDirectory:
             self.files.remove_folder(folder)
 
     def _finish_deletion(self, deleted: Path) -> None:
-        """Delete a deleted stream's objects, then the last of its folder. Called again where a store does not answer."""
+        """Delete a deleted stream's objects, then the last of its folder. Called again where a store does not answer, and goes on from there."""
         try:
-            for shard in (deleted / name for name in self.files.names(deleted)):
-                payload = load_checked(self.files, shard / OFFLOADED_NAME)
-                delete_all(decode_offload(payload) if payload else OffloadState())
-                self.files.remove(shard / OFFLOADED_NAME)
-            self.files.remove_folder(deleted)
+            with self._finishing:
+                failures = [
+                    failure
+                    for shard in self.files.names(deleted)
+                    if (failure := self._delete_objects(deleted / shard)) is not None
+                ]
+                if failures:
+                    raise failures[0]
+                self.files.remove_folder(deleted)
         except (OSError, FelixError) as error:
             if self.files.exists(deleted):
                 log.error("objects of a deleted stream are left in their store, %s: %s", deleted.name, error)
+
+    def _delete_objects(self, shard: Path) -> OSError | FelixError | None:
+        """What holds up the deletion of one shard's objects; its file then names those that are left."""
+        path = shard / OFFLOADED_NAME
+        try:
+            payload = load_checked(self.files, path)
+            known = decode_offload(payload) if payload else OffloadState()
+            left, failure = delete_all(known)
+            if failure is None:
+                self.files.remove(path)
+            elif left != known:
+                save_checked(self.files, path, encode_offload(left))
+        except (OSError, FelixError) as error:
+            return error
+        return failure
 
     async def close(self) -> None:
         """Close every shard, the threads and the lock."""

@@ -369,7 +369,10 @@ class Maintenance:
             and self._change is None
             and now_ms >= self._orphans_due_ms
         ):  # 5
-            await work(lambda: delete_orphans(led, in_force, base))
+            places = dict.fromkeys((base.rstrip("/"), *disk.offload.all_places))
+            # Where a store stays away, that is no reason to upload more slowly to another one.
+            self._orphans_due_ms = now_ms + OFFLOAD_AGAIN_MS_MAX
+            await work(lambda: delete_orphans(led, in_force, places))
             self._orphans_due_ms = now_ms + ORPHANS_AGAIN_MS
         return OffloadReport(len(entries), sum(one.segment_bytes for one in entries), dropped, deleted)
 

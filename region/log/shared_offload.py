@@ -6,7 +6,7 @@ One turn of the leader (region.log.maintenance), in this order, each step true b
 2. upload closed segments that the list lacks, each under a name with the epoch, each read back (`Offloader`'s steps 2 to 4);
 3. write the new list as an object that never changes, and move the pointer to it: a leader that was deposed moves none;
 4. mark the own segments, and let local files go beyond what is kept;
-5. delete in the store what the list before named and this one does not; once in an epoch and daily, what no list names.
+5. delete in the store what the list before named and this one does not; once in an epoch and daily, what no list names, in each store that the log is known to have been in.
 
 Invariants:
 - nothing is deleted in the store before a list without it is in force, and nothing of a later epoch is deleted at all;
@@ -167,36 +167,68 @@ def upload_segments(
 
 
 def delete_unlisted(before: OffloadList, old: ListPointer | None, now: OffloadList) -> int:
-    """Step 5, of what one turn took out of the list; how many segments. `old`: the pointer that was replaced."""
+    """Step 5, of what one turn took out of the list; how many segments. `old`: the pointer that was replaced. A store that does not delete holds up no
+    other one, and is told of at the end: raises UnavailableError."""
     kept = {one.url for one in now.segments}
     gone = [one.url for one in before.segments if one.url not in kept]
-    for url in gone:
-        delete_object(url)
-    if old is not None:
-        store.delete(old.url)
+    failed: dict[str, UnavailableError] = {}
+    for delete, urls in ((delete_object, gone), (store.delete, [old.url] if old is not None else [])):
+        for url in urls:
+            base = url.rpartition("/")[0]
+            if base in failed:
+                continue
+            try:
+                delete(url)
+            except UnavailableError as error:
+                failed[base] = error
+    for failure in failed.values():
+        raise failure
     return len(gone)
 
 
-def delete_orphans(listed: OffloadList, pointer: ListPointer, base: str) -> int:
-    """Step 5, of what leaders up to this epoch left behind below `base`; how many objects."""
+def delete_orphans(listed: OffloadList, pointer: ListPointer, places: Iterable[str]) -> int:
+    """Step 5, of what leaders up to this epoch left behind in the shard's `places` in stores; how many objects. A store that does not delete holds up no
+    other one, and is told of at the end: raises UnavailableError."""
     kept = (
         {one.url for one in listed.segments} | {one.manifest_url for one in listed.segments} | {pointer.url}
     )
     count = 0
-    for name in store.list_names(base):
-        url, epoch = object_url(base, name), epoch_of(name)
-        if epoch is not None and epoch <= pointer.epoch and url not in kept:
-            store.delete(url)
-            count += 1
+    failure: UnavailableError | None = None
+    for base in places:
+        try:
+            for name in store.list_names(base):
+                url, epoch = object_url(base, name), epoch_of(name)
+                if epoch is not None and epoch <= pointer.epoch and url not in kept:
+                    store.delete(url)
+                    count += 1
+        except UnavailableError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
     return count
 
 
-def delete_all(state: OffloadState) -> None:
+def delete_all(state: OffloadState) -> tuple[OffloadState, UnavailableError | None]:
     """Delete all objects that are known, and all that brokers have put beside them in their shard's place, of whichever history: of a stream that was
-    deleted."""
-    for url in state.urls:
-        delete_object(url)
+    deleted. A store that does not holds up no other one, and no more is asked of it: what is left, to go on from, and what the first of them said.
+    """
+    deleted: set[str] = set()
+    failure: UnavailableError | None = None
     for base in state.all_places:
-        for name in store.list_names(base):
-            if is_object(name):
-                store.delete(object_url(base, name))
+        try:
+            for url in state.urls:
+                if url.rpartition("/")[0] == base:
+                    delete_object(url)
+                    deleted.add(url)
+            for name in store.list_names(base):
+                if is_object(name):
+                    store.delete(object_url(base, name))
+        except UnavailableError as error:
+            failure = failure or error
+    left = OffloadState(
+        tuple(one for one in state.segments if one.url not in deleted),
+        "" if state.begun in deleted else state.begun,
+        tuple(url for url in state.pending_deletion if url not in deleted),
+        state.all_places,
+    )
+    return left, failure

@@ -1039,6 +1039,75 @@ async def test_deleting_a_stream_deletes_what_a_history_of_before_left_though_no
     assert store.list_names(base) == []
 
 
+def has_deleted(data: Path) -> bool:
+    return any(data.glob("*.deleted"))
+
+
+async def test_a_deleted_stream_goes_from_one_store_though_another_one_is_away(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, incarnation = StreamName.parse(IDENTITY.stream), IDENTITY.incarnation
+    other = f"memory://felix/{uuid4().hex}"
+    directory = LogDirectory(tmp_path, IDENTITY.region)
+    shards: list[str] = []
+    for number in range(2):
+        wanted = ShardSettings(segments=SMALL, offload=Offload(place, 0))
+        shard = await directory.open_shard(name, incarnation, number, wanted, HOOKS)
+        for store_url in (place, other):
+            shard.alter(replace(shard.settings, offload=Offload(store_url, 0)))
+            for at in range(20):
+                await shard.append(batch_of(b"%d" % at * 40))
+            await directory.offload(shard, 0, store_url)
+            shards.append(offload_base(store_url, shard.identity))
+    assert all(map(store.list_names, shards))
+    real = store.delete
+    is_away = True
+
+    def delete(url: str) -> None:
+        if is_away and url.startswith(place):
+            raise UnavailableError("The store is away.")
+        real(url)
+
+    monkeypatch.setattr(store, "delete", delete)
+    await directory.delete_stream(name, incarnation)
+    await asyncio.to_thread(directory.retry_deletions)
+    assert [bool(store.list_names(base)) for base in shards] == [True, False] * 2
+    is_away = False
+    await asyncio.to_thread(directory.retry_deletions)
+    await directory.close()
+    assert not any(map(store.list_names, shards)) and not has_deleted(tmp_path)
+
+
+async def test_a_deletion_goes_on_where_a_store_that_fails_now_and_then_ended_it(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, incarnation = StreamName.parse(IDENTITY.stream), IDENTITY.incarnation
+    directory = LogDirectory(tmp_path, IDENTITY.region)
+    wanted = ShardSettings(segments=SMALL, offload=Offload(place, 0))
+    shard = await directory.open_shard(name, incarnation, IDENTITY.shard, wanted, HOOKS)
+    for at in range(40):
+        await shard.append(batch_of(b"%d" % at * 40))
+    await directory.offload(shard, 0, place)
+    base = offload_base(place, IDENTITY)
+    count = len(store.list_names(base))
+    assert count > 10
+    real, calls = store.delete, 0
+
+    def delete(url: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0:
+            raise UnavailableError("Not now.")
+        real(url)
+
+    monkeypatch.setattr(store, "delete", delete)
+    await directory.delete_stream(name, incarnation)
+    for _ in range(count):
+        await asyncio.to_thread(directory.retry_deletions)
+    await directory.close()
+    assert store.list_names(base) == [] and not has_deleted(tmp_path)
+
+
 def test_a_store_that_lists_late_what_was_deleted_is_no_store_that_fails(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,49 @@ async def test_a_copy_whose_objects_are_named_no_more_goes_by_those_that_are(
     again.close()
 
 
+async def test_what_one_store_did_not_delete_goes_once_it_does_though_another_one_is_offloaded_to(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    other = offload_base(f"memory://felix/{uuid4().hex}", IDENTITY)
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+        grown(log, 20)
+    async with leading(log, record, other) as shard:
+        await turns(shard, other)
+        assert store.list_names(place) and store.list_names(other)
+        real, is_away = store.delete, True
+
+        def delete(url: str) -> None:
+            if is_away and url.startswith(place):
+                raise UnavailableError("The store is away.")
+            real(url)
+
+        monkeypatch.setattr(store, "delete", delete)
+        listed = LISTS.read(record.pointer)
+        await shard.trim(listed.segments[-2].base_offset)
+        now_ms, failed = 10, 0
+        for _ in range(5):
+            now_ms += 3 * maintenance.OFFLOAD_AGAIN_MS_MAX
+            if shard.offload_due(now_ms):
+                try:
+                    await shard.offload(now_ms, other)
+                except UnavailableError:
+                    failed += 1
+        assert failed and store.list_names(place)
+        left = LISTS.read(record.pointer)
+        assert {one.url.rpartition("/")[0] for one in left.segments} == {other}
+        wanted = {url for one in left.segments for url in (one.url, one.manifest_url)}
+        assert record.pointer is not None
+        assert {object_url(other, name) for name in store.list_names(other)} == {*wanted, record.pointer.url}
+        is_away = False
+        for _ in range(3):
+            now_ms += 3 * maintenance.OFFLOAD_AGAIN_MS_MAX
+            if shard.offload_due(now_ms):
+                await shard.offload(now_ms, other)
+        assert store.list_names(place) == []
+
+
 @pytest.mark.parametrize("loses_answers", [False, True])
 async def test_another_leader_goes_on_wherever_the_one_before_it_ended(
     loses_answers: bool, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch

@@ -211,7 +211,7 @@ class Turns:
     def _delete_orphans(self) -> None:
         if not self._looked_for_orphans and self.listed is not None and self.pointer is not None:
             self._looked_for_orphans = True
-            self.world.counts["orphans"] += delete_orphans(self.listed, self.pointer, BASE)
+            self.world.counts["orphans"] += delete_orphans(self.listed, self.pointer, (BASE,))
             self.offload.look()
         self._end()
 
