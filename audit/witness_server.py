@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from audit.witness_admission import Admission, Limits, Network
 from audit.witness_protocol import ADD_CHECKPOINT, REQUEST_BYTES_MAX
-from audit.witness_service import Answer, Told, WitnessService
+from audit.witness_service import Answer, FewLines, WitnessService
 from felix.runtime.real import REAL
 from felix.structs import prepare_structs
 
@@ -98,7 +98,7 @@ class WitnessServer:
         bounds = Limits(most.connections, most.connections_of_one, most.connections_of_clients)
         self._admission: Admission[asyncio.Task[None]] = Admission(bounds, clients)
         self._accepting: list[asyncio.Task[None]] = []
-        self._failures = Told(_FAILURES_TOLD_MAX)
+        self._failures = FewLines(_FAILURES_TOLD_MAX)
 
     async def start(self) -> None:
         """Listen; `port` is the one that was taken. Raises OSError where the address cannot be used."""

@@ -49,7 +49,7 @@ class Answer(NamedTuple):
     content_type: str = TEXT
 
 
-class Told:
+class FewLines:
     """So many lines of one kind are logged in `TOLD_S`; the others are counted, and the next line has their number."""
 
     def __init__(self, most: int) -> None:
@@ -81,8 +81,8 @@ class WitnessService:
         """why it cannot cosign at the moment, as was said"""
         self._given: OrderedDict[tuple[str, Held], tuple[int, bytes]] = OrderedDict()
         """the newest answers, by checkpoint: when (POSIX seconds), and the lines; only what was stored before it was given"""
-        self._proofs = Told(_PROOFS_TOLD_MAX)
-        self._forks: dict[str, Told] = {}
+        self._proofs = FewLines(_PROOFS_TOLD_MAX)
+        self._forks: dict[str, FewLines] = {}
         """by log, of those that the witness knows: one that signs forks hides those of no other"""
 
     def add_checkpoint(self, body: bytes) -> Answer:
@@ -173,7 +173,7 @@ class WitnessService:
     def _tell(self, head: TreeHead, held: Held, note: Note) -> None:
         """Log a request about a known log, signed by it, that does not continue what was cosigned. Two roots of one size are the log's doing; a proof is whoever's who sent it."""
         if head.size == held.size and head.root != held.root and held.root is not None:
-            forks = self._forks.setdefault(head.origin, Told(_FORKS_TOLD_MAX))
+            forks = self._forks.setdefault(head.origin, FewLines(_FORKS_TOLD_MAX))
             if (more := forks.more(self._now_s())) is not None:
                 log.error(
                     "%s signed two roots for %d leaves; one is cosigned, and this is the other: %s%s",

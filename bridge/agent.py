@@ -307,11 +307,8 @@ class Agent:
     def _stats(self) -> list[tuple[LinkState, LinkStats]]:
         return self._links.states()
 
-    def _monotonic_ms(self) -> int:
-        return int(self._runtime.clock.monotonic() * 1000)
-
     def _quorum_lag_ms(self) -> int | None:
-        return None if self._quorum is None else self._quorum.lag_ms(self._monotonic_ms())
+        return None if self._quorum is None else self._quorum.lag_ms(self.context.monotonic_ms())
 
     def _sessions(self) -> dict[str, bool]:
         return {region: endpoint.is_up for region, endpoint in self._endpoints.items()}
@@ -523,14 +520,16 @@ class Agent:
         assert self._quorum is not None
         trail, before = self.context.trail, self._held()
         if trail is not None:
-            self._quorum.update(self._monotonic_ms(), trail.checkpoints.cosigned(), trail.status().durable)
+            self._quorum.update(
+                self.context.monotonic_ms(), trail.checkpoints.cosigned(), trail.status().durable
+            )
         if bool(self._held()) is not bool(before):
             log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
             for worker in self._links.workers:
                 worker.wake()
 
     def _held(self) -> str:
-        return "" if self._quorum is None else self._quorum.refuses(self._monotonic_ms())
+        return "" if self._quorum is None else self._quorum.refuses(self.context.monotonic_ms())
 
     def _notice(self) -> str:
         log_status = self._egress.status()

@@ -65,12 +65,9 @@ class Cosigning:
         self._uncosigned: dict[str, _Uncosigned] = {}
         """regions with which cosigning fails"""
 
-    def _monotonic_ms(self) -> int:
-        return int(self._context.runtime.clock.monotonic() * 1000)
-
     def failed_ms(self) -> dict[str, int]:
         """For how long cosigning with each other region has failed; 0 where it does not."""
-        now_ms, failed = self._monotonic_ms(), self._uncosigned
+        now_ms, failed = self._context.monotonic_ms(), self._uncosigned
         others = (region for region, each in self._endpoints.items() if each is not self._context.source)
         return {region: now_ms - failed[region].since_ms if region in failed else 0 for region in others}
 
@@ -112,7 +109,7 @@ class Cosigning:
                     failed += await self._why(f"cosigning the log of {of.region} by {witness.region}", work)
             if any(failed):
                 held = self._uncosigned.get(region)
-                since_ms = self._monotonic_ms() if held is None else held.since_ms
+                since_ms = self._context.monotonic_ms() if held is None else held.since_ms
                 self._uncosigned[region] = _Uncosigned(since_ms, " ".join(filter(None, failed)))
             elif not failed:
                 self._uncosigned.pop(region, None)
@@ -126,7 +123,9 @@ class Cosigning:
         if of is not self._context.source and self._context.trail is not None:
             # Once a log that was put back is cosigned as it goes on, its newest copy is another history.
             await self._check_receipts(of)
-        await cosign_region_log(of, witness, self._mesh, self._askings, self._monotonic_ms(), self._shown)
+        await cosign_region_log(
+            of, witness, self._mesh, self._askings, self._context.monotonic_ms(), self._shown
+        )
 
     async def _why(self, what: str, work: Awaitable[None]) -> list[str]:
         """What `work` failed with, as the status shows it: empty where it ends by itself. None where it did not fail."""
@@ -166,7 +165,7 @@ class Cosigning:
         if answer.size >= size and trail.checkpoints.is_cosigned_by(note, keys):
             asked.stands()
             return
-        failure = asked.failure(text, self._monotonic_ms())
+        failure = asked.failure(text, self._context.monotonic_ms())
         if failure is not None and not final:
             raise failure.with_traceback(None)
         proof: list[bytes] = []
@@ -182,7 +181,7 @@ class Cosigning:
                 )
         except FelixError as error:
             if not isinstance(error, UnavailableError):
-                asked.failed(text, error, self._monotonic_ms())
+                asked.failed(text, error, self._context.monotonic_ms())
             raise
         asked.stands()
         self._context.failpoints.at("cosign")

@@ -71,6 +71,9 @@ class LinkContext:
     def clock_ms(self) -> int:
         return self.runtime.clock.now_ms()
 
+    def monotonic_ms(self) -> int:
+        return int(self.runtime.clock.monotonic() * 1000)
+
     def require_whole(self, region: str, link: LinkShard | None = None) -> None:
         """Raises CorruptionError(ROLLED_BACK) where the region says so of another link: nothing crosses to it by any, and nothing is cosigned there any more, so that the log's
         newest copy can be put back. `link`: the one that asks by itself."""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from felix.errors import FelixError
 from felix.storage.port import Files
 from felix.storage.small_file import load_checked, save_checked
 from felix.told import Told
@@ -69,7 +68,7 @@ class RetentionClock:
         if self._saved_ms is None or boot_ms - self._saved_ms >= SAVE_MS:
             try:
                 await asyncio.to_thread(save_checked, self._files, self._path, b"%d" % now_ms)
-            except (OSError, FelixError) as error:
+            except OSError as error:
                 if self._told.begins():
                     log.warning("%s could not be written: %s", self._path, error)
             else:

@@ -677,12 +677,10 @@ class DiskLog:
     def _save_offload_unless_full(self, state: OffloadState) -> None:
         """What follows from the log's start, which the mark has: recovery tells it again, so that files go though there is no room to say so. The
         next change writes it."""
-        try:
+        state = self._with_places(state)
+        with _unless_full():
             self.save_offload(state)
-        except OSError as error:
-            if not lacks_resources(error):
-                raise
-            self.offload = self._with_places(state)
+        self.offload = state
 
     def _with_places(self, state: OffloadState) -> OffloadState:
         places = dict.fromkeys((*self.offload.all_places, *state.all_places))

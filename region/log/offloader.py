@@ -467,22 +467,6 @@ class Restoration:
         )
 
 
-def restore_shard(
-    base: str,
-    folder: Path,
-    identity: ShardIdentity,
-    files: Files,
-    tag: TagOf,
-    *,
-    unverified: bool = False,
-    epoch: int | None = None,
-) -> RestoredShard:
-    """All of one `Restoration`."""
-    restoration = Restoration(base, folder, identity, files, tag, unverified=unverified, epoch=epoch)
-    restoration.begin()
-    return restoration.finish()
-
-
 def _manifests_at(base: str, identity: ShardIdentity, tag: TagOf, *, unverified: bool) -> list[Manifest]:
     manifests = []
     for name in store.list_names(base):

@@ -366,7 +366,7 @@ def cosigning_of(trail: Trail, now: Sequence[float] = (0.0,)) -> Cosigning:
         trail=trail,
         failpoints=Failpoints(),
         require_whole=lambda region: None,
-        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0])),
+        monotonic_ms=lambda: int(now[0] * 1000),
     )
     nobody: Any = None
     return Cosigning(context, {}, "acme", nobody, nobody, nobody)

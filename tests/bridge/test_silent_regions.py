@@ -28,7 +28,9 @@ async def no_receipts(endpoint: object) -> None:
 
 def cosigning_of(source: SimpleNamespace, *others: SimpleNamespace) -> Cosigning:
     """Of an agent whose log nobody looks at."""
-    context: Any = SimpleNamespace(source=source, trail=None, runtime=REAL)
+    context: Any = SimpleNamespace(
+        source=source, trail=None, monotonic_ms=lambda: int(REAL.clock.monotonic() * 1000)
+    )
     endpoints: Any = {each.region: each for each in (source, *others)}
     return Cosigning(
         context,

@@ -27,6 +27,8 @@ from region.log.compaction import CompactionReport
 from region.log.compactor import Compactor, PassSettings
 from region.log.disk import DiskLog
 from region.log.frame import Frame
+from region.log.offload import TagOf
+from region.log.offloader import Restoration, RestoredShard
 from region.log.ring import Entry
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
@@ -130,7 +132,9 @@ def compact(
     keys_bytes_max: int = 1 << 20,
     files: Files | None = None,
     producers: bytes = b"",
+    pace: Callable[[], None] = lambda: None,
 ) -> CompactionReport | None:
+    """One pass. `pace` is called before each batch that is read."""
     return Compactor(
         log,
         files or DiskFiles(),
@@ -138,8 +142,24 @@ def compact(
         seal=masked,
         open_batch=masked,
         writer=nullcontext(),
-        pace=lambda: None,
+        pace=pace,
     ).run(producers, ())
+
+
+def restore_shard(
+    base: str,
+    folder: Path,
+    identity: ShardIdentity,
+    files: Files,
+    tag: TagOf,
+    *,
+    unverified: bool = False,
+    epoch: int | None = None,
+) -> RestoredShard:
+    """As `felix log restore` does it, of one shard."""
+    restoration = Restoration(base, folder, identity, files, tag, unverified=unverified, epoch=epoch)
+    restoration.begin()
+    return restoration.finish()
 
 
 def append(log: DiskLog, batch: Batch, time_ms: int = 1_000) -> None:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +49,6 @@ from region.log.compaction import (
     is_due,
     judge,
 )
-from region.log.compactor import Compactor, PassSettings
 from region.log.disk import DiskLog
 from region.log.frame import Frame
 from region.log.offload import Offloaded
@@ -328,15 +327,7 @@ def test_a_cut_during_a_pass_takes_no_record_along_for_one_that_is_cut(tmp_path:
                 log.truncate(LogPoint(2))
 
     with suppress(FileNotFoundError):
-        Compactor(
-            log,
-            DiskFiles(),
-            PassSettings(10**6, 0, 1_000, log.end_offset),
-            seal=masked,
-            open_batch=masked,
-            writer=nullcontext(),
-            pace=pace,
-        ).run(b"", ())
+        compact(log, pace=pace)
     assert b"k" in latest(held(log)) and log.compaction.fixed_to <= log.end_offset
     log.close()
     log = open_disk(tmp_path)
@@ -371,15 +362,7 @@ def test_what_went_to_a_store_during_a_pass_stays_as_it_is(tmp_path: Path, at: i
             ]
             log.follow_offloaded(entries, log.end_offset)
 
-    Compactor(
-        log,
-        DiskFiles(),
-        PassSettings(10**6, 0, 1_000, log.end_offset),
-        seal=masked,
-        open_batch=masked,
-        writer=nullcontext(),
-        pace=pace,
-    ).run(b"", ())
+    compact(log, pace=pace)
     named = {one.base_offset for one in log.offload.segments}
     assert {one.base_offset for one in log.segments if one.remote} == named
     found = [bytes(one.payload) for one in held(log)]

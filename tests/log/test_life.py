@@ -23,7 +23,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from log.building import IDENTITY, compact, keyed, masked, placed
+from log.building import IDENTITY, compact, keyed, masked, placed, restore_shard
 from log.test_compaction import Crash, CrashingFiles, Written
 from log.test_offload import failing, tag
 from long_runs import count
@@ -44,7 +44,6 @@ from region.log.offloader import (
     check_object,
     fetch,
     is_lost,
-    restore_shard,
 )
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable, Remembered

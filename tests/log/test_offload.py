@@ -29,6 +29,7 @@ from log.building import (
     open_disk,
     payloads_of,
     placed,
+    restore_shard,
 )
 from log.test_compaction import Crash, CrashingFiles
 
@@ -64,7 +65,6 @@ from region.log.offloader import (
     Throttle,
     check_object,
     fetch,
-    restore_shard,
 )
 from region.log.point import LogPoint
 from region.log.producer_snapshots import SNAPSHOT_SUFFIX

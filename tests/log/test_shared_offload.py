@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import msgspec
 import pytest
-from log.building import IDENTITY, batch_of, open_disk, placed
+from log.building import IDENTITY, batch_of, open_disk, placed, restore_shard
 from log.test_compaction import Crash
 from log.test_offload import HOOKS, SMALL, offload, read_all
 from msgspec.structs import replace
@@ -43,7 +43,7 @@ from region.log.offload import (
     object_name,
     object_url,
 )
-from region.log.offloader import check_object, delete_object, restore_shard
+from region.log.offloader import check_object, delete_object
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.log.segment import ShardIdentity
