@@ -1,7 +1,7 @@
 """The log of one shard as the broker uses it, on the event loop: append, read, follow the tail.
 
 This is the actor around region.log.core: it brings events to the core and carries out what comes back. A thread writes, group by
-group (region.log.group_commit); everything else here runs on the loop.
+group, what it keeps there (region.log.shard_files); everything else here runs on the loop.
 
 The core's docstring says what is decided. Invariants of the actor:
 - an append is answered exactly once: with its offset after the durability that the stream asks for, or with
@@ -14,8 +14,7 @@ The core's docstring says what is decided. Invariants of the actor:
   it open closes it, and may open it anew;
 - pending bytes, ring and annotations are bounded; more is refused with a code.
 
-States and their transitions are in region.log.states, reading from disk and store in region.log.disk_reader, other changes of the
-folder in region.log.folder_writer, compaction and offload in region.log.maintenance, followers in region.log.tail.
+States and their transitions are in region.log.states, the disk in region.log.shard_files and what it holds, followers in region.log.tail.
 """
 
 from __future__ import annotations
@@ -23,41 +22,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from threading import Lock
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from felix.batch import FLAG_HEADERS, HEADER_BYTES, Batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.lazy_event import LazyEvent, LazyThreadEvent
+from felix.lazy_event import LazyEvent
 from felix.storage.disk import DiskFiles
-from felix.storage.port import Files, is_full
+from felix.storage.port import Files
 from region.log import core
 from region.log.admission import Appended
-from region.log.ahead import Ahead, Note
+from region.log.ahead import Note
 from region.log.compaction import KEYS_BYTES_MAX, CompactionReport
 from region.log.compactor import WorkEndedError
 from region.log.copies import Copies
 from region.log.core import CommitPort, Done, LogCore, Pending, Ready
 from region.log.counters import ShardCounters
-from region.log.disk import DiskLog
-from region.log.disk_reader import DiskReader
 from region.log.epochs import EpochHistory, next_epoch
 from region.log.errors import OffsetOutOfRangeError, storage_error
-from region.log.folder_writer import FolderWriter
-from region.log.frame import Frame, SealedBatch, note_frames
-from region.log.group_commit import GroupCommit
+from region.log.frame import SealedBatch
 from region.log.left import Left
-from region.log.maintenance import COMPACTION_SHARE, Maintenance
+from region.log.maintenance import COMPACTION_SHARE
 from region.log.message_ids import Identified, MessageIds, identified
 from region.log.offloader import OffloadReport
-from region.log.origin import Origin
 from region.log.point import LogPoint
-from region.log.recovery import Recovered, RecoveryReport
+from region.log.recovery import RecoveryReport
 from region.log.ring import Entry, Ring
+from region.log.ring_pool import RingPool
 from region.log.segment import ShardIdentity
 from region.log.segment_state import SegmentState
+from region.log.shard_files import Found, ShardFiles, found_of, recover
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import TRANSITIONS, Event, State
 from region.log.tail import Tail
@@ -97,17 +92,6 @@ def _nobody() -> None:
     """Nobody asked to be told."""
 
 
-class _Kept(NamedTuple):
-    """What a durable log found on the disk."""
-
-    folder: Path
-    files: Files
-    disk: DiskLog
-    recovered: Recovered
-    ahead: Ahead
-    notes: list[Note]
-
-
 class ShardLog:
     """See the module. Construct with `open`; all methods are called on the loop that opened it."""
 
@@ -120,10 +104,10 @@ class ShardLog:
         read_pool: Executor,
         store: ShardStore | None = None,
         commit: CommitPort | None = None,
-        kept: _Kept | None = None,
+        found: Found | None = None,
         copies: Copies | None = None,
     ) -> None:
-        """`kept`: what is on the disk; None for an ephemeral log. `copies`: who keeps the others; they say what is committed."""
+        """`found`: what is on the disk; None for an ephemeral log. `copies`: who keeps the others; they say what is committed."""
         self.identity = identity
         self.observer: AppendObserver | None = None
         self.disk_bytes_changed: Callable[[], None] = _nobody
@@ -134,10 +118,8 @@ class ShardLog:
         """Called on the loop once `failure` says why it does not serve any more."""
         self._hooks = hooks
         self._copies = copies
-        self._commit_pool = commit_pool
         self._read_pool = read_pool
         self._loop = asyncio.get_running_loop()
-        self._ephemeral = kept is None
         self._tail = Tail(self._loop, self._report)
         self._start_scheduled = False
         self._drained = LazyEvent(is_set=True)
@@ -149,29 +131,36 @@ class ShardLog:
         # With `acked` retention nothing goes before the subscriptions have said what they need.
         self._held_from: int | None = 0
         self._closed = self._was_failed = False
-        # Ends what moves to and from a store.
-        self._ending = LazyThreadEvent()
-        self._store = store or ShardStore(read_pool)
-        self._folder = Path()
-        self._files: Files = DiskFiles()
-        self._disk: DiskLog | None = None
-        self._group_commit: GroupCommit | None = None
-        self._reader: DiskReader | None = None
-        self._maintenance: Maintenance | None = None
-        self._ahead: Ahead | None = None
-        self._notes_found: list[Note] = []
-        if kept is None:
+        if found is None:
             self.report = RecoveryReport()
             self._core = LogCore.beginning(
-                identity, settings, LogPoint(settings.first_offset), self._plain_entry, commit=commit
+                identity, settings, LogPoint(settings.first_offset), self.plain_entry, commit=commit
             )
             self._epochs = EpochHistory()
             self._log_start = settings.first_offset
-            self._segments_seen = 1
-            self._ring = self._new_ring(settings.first_offset)
-            self._folder_writer = self._new_folder_writer(Lock())
+            self._ring = self._new_ring(settings.first_offset, None)
+            self._files: ShardFiles | None = None
         else:
-            self._adopt(kept, settings, commit)
+            disk, recovered = found.disk, found.recovered
+            self.report = recovered.report
+            self._core = LogCore.beginning(
+                identity,
+                settings,
+                disk.end_point,
+                self.plain_entry,
+                producers=recovered.producers,
+                commit=commit,
+                notes_in_log=copies is not None,
+            )
+            self._core.annotations = dict(disk.annotations)
+            self._core.epoch = recovered.epochs.current
+            self._core.last_time_ms = max(0, disk.last_time_ms)
+            self._epochs = recovered.epochs
+            self._log_start = disk.start_offset
+            self._ring = self._new_ring(disk.end_offset, hooks.rings)
+            self._files = ShardFiles(
+                self, found, hooks, commit_pool, read_pool, store or ShardStore(read_pool), copies
+            )
 
     @classmethod
     async def open(
@@ -201,35 +190,21 @@ class ShardLog:
             shard._core.turn(Event.OPENED)
             return shard
         assert folder is not None
-        shard_folder, shard_files = folder, files or DiskFiles()
-
-        def recover() -> _Kept:
-            ahead = Ahead(shard_folder, shard_files)
-            disk, recovered = DiskLog.open(
-                shard_folder,
-                identity,
-                now_ms=hooks.clock_ms(),
-                files=shard_files,
-                limits=settings.segments,
-                commitment=hooks.commitment,
-                runtime=hooks.runtime,
-                full_verify=full_verify,
-                origin=Origin(LogPoint(settings.first_offset)),
-                open_logs=hooks.open_logs,
-                synced=synced,
-            )
-            # Here, and not when they are asked for: one visit to a thread less for each shard of a start.
-            try:
-                return _Kept(shard_folder, shard_files, disk, recovered, ahead, ahead.read())
-            except OSError:
-                disk.abandon()
-                raise
-
+        find = partial(
+            recover,
+            folder,
+            files or DiskFiles(),
+            identity,
+            settings,
+            hooks,
+            full_verify=full_verify,
+            synced=synced,
+        )
         try:
-            kept = await asyncio.get_running_loop().run_in_executor(opening_pool or commit_pool, recover)
+            found = await asyncio.get_running_loop().run_in_executor(opening_pool or commit_pool, find)
         except OSError as error:
-            raise storage_error(error, shard_folder) from error
-        shard = cls(identity, settings, hooks, commit_pool, read_pool, store, commit, kept)
+            raise storage_error(error, folder) from error
+        shard = cls(identity, settings, hooks, commit_pool, read_pool, store, commit, found)
         shard._core.turn(Event.OPENED)
         try:
             if shard._core.admission.ids is not None:
@@ -253,13 +228,10 @@ class ShardLog:
     ) -> ShardLog:
         """Serve a log that has other copies, and of which this broker was elected the leader: all that it has is committed, and its epoch
         has begun. Raises what reading its message ids raises; then it is not led."""
-        disk, files = copies.disk, files or DiskFiles()
+        disk = copies.disk
         disk.limits, disk.commitment = settings.segments, hooks.commitment
-        recovered = Recovered(
-            list(disk.segments), disk.annotations, disk.epochs, copies.producers, disk.report
-        )
-        kept = _Kept(disk.folder, files, disk, recovered, Ahead(disk.folder, files), [])
-        shard = cls(identity, settings, hooks, copies.pool, read_pool, store, copies, kept, copies)
+        found = found_of(copies, files or DiskFiles())
+        shard = cls(identity, settings, hooks, copies.pool, read_pool, store, copies, found, copies)
         copies.led(shard)
         shard._core.turn(Event.OPENED)
         try:
@@ -290,70 +262,20 @@ class ShardLog:
                     found += identified(plain)
             return found
 
-        assert self._reader is not None
+        assert self._files is not None
         while offset < self.high_watermark:
-            batches = await self._reader.read(offset, IDS_READ_BYTES, self.high_watermark)
+            batches = await self._files.reader.read(offset, IDS_READ_BYTES, self.high_watermark)
             found = await self._loop.run_in_executor(self._read_pool, collect, batches)
             window.record(found)
             window.settle(now_ms)
             offset = batches[-1].header.next_offset
 
-    def _new_ring(self, next_offset: int) -> Ring:
+    def _new_ring(self, next_offset: int, pool: RingPool | None) -> Ring:
         return Ring(
             next_offset,
             bytes_max=self.settings.ring_bytes_max,
             entries_max=self.settings.ring_entries_max,
-            pool=None if self._ephemeral else self._hooks.rings,
-        )
-
-    def _new_folder_writer(self, lock: Lock) -> FolderWriter:
-        return FolderWriter(self._folder, lock, self._commit_pool, self._loop, self.stop)
-
-    def _adopt(self, kept: _Kept, settings: ShardSettings, commit: CommitPort | None) -> None:
-        disk, recovered = kept.disk, kept.recovered
-        self._folder, self._files = kept.folder, kept.files
-        self._ahead, self._notes_found = kept.ahead, kept.notes
-        self._disk = disk
-        self._folder_writer = self._new_folder_writer(disk.writer)
-        self.report = recovered.report
-        self._epochs = recovered.epochs
-        self._core = LogCore.beginning(
-            self.identity,
-            settings,
-            disk.end_point,
-            self._plain_entry,
-            producers=recovered.producers,
-            commit=commit,
-            notes_in_log=self._copies is not None,
-        )
-        self._core.annotations = dict(disk.annotations)
-        self._core.epoch = recovered.epochs.current
-        self._core.last_time_ms = max(0, disk.last_time_ms)
-        self._log_start = disk.start_offset
-        self._segments_seen = disk.segment_count
-        self._ring = self._new_ring(disk.end_offset)
-        self._group_commit = GroupCommit(self._commit_pool, self._folder, self._write, self._tell_written)
-        self._reader = DiskReader(
-            disk,
-            self._files,
-            self._store,
-            self._read_pool,
-            self.counters,
-            folder=self._folder,
-            ending=self._ending,
-            failed=self.stop,
-            repair=None if self._copies is None else self._copies.repair,
-        )
-        self._maintenance = Maintenance(
-            self,
-            disk,
-            self._files,
-            self._hooks,
-            self._store,
-            folder=self._folder,
-            writer=disk.writer,
-            ending=self._ending,
-            copies=self._copies,
+            pool=pool,
         )
 
     # What the log holds.
@@ -391,7 +313,7 @@ class ShardLog:
     @property
     def log_start_offset(self) -> int:
         """The oldest offset that can be read."""
-        return self._ring.first_offset if self._ephemeral else self._log_start
+        return self._ring.first_offset if self._files is None else self._log_start
 
     @property
     def high_watermark(self) -> int:
@@ -426,7 +348,7 @@ class ShardLog:
 
         Below the high watermark on a stream that syncs in intervals; 0 on an ephemeral one.
         """
-        return 0 if self._disk is None else min(self.high_watermark, self._disk.synced_offset)
+        return 0 if self._files is None else min(self.high_watermark, self._files.disk.synced_offset)
 
     @property
     def log_end_offset(self) -> int:
@@ -452,48 +374,45 @@ class ShardLog:
     @property
     def disk_bytes(self) -> int:
         """Bytes in segment files."""
-        return self._disk.bytes_held if self._disk else 0
+        return self._files.disk.bytes_held if self._files else 0
 
     @property
     def segment_count(self) -> int:
         """Segment files."""
-        return self._disk.segment_count if self._disk else 0
+        return self._files.disk.segment_count if self._files else 0
 
     @property
     def compacted_to(self) -> int:
         """Below this offset each key stands at most once, and offsets may be left out."""
-        return self._disk.compaction.clean_to if self._disk else 0
+        return self._files.disk.compaction.clean_to if self._files else 0
 
     @property
     def tombstones_from(self) -> int:
         """Below this offset tombstones may be gone: who knows the log's state only up to an offset below it, and goes on
         from there, may miss that a key was deleted, and must read the whole state anew."""
-        return self._disk.compaction.tombstones_from if self._disk else 0
+        return self._files.disk.compaction.tombstones_from if self._files else 0
 
     @property
     def store_only_bytes(self) -> int:
         """Bytes of the segments that are in a store and not on this disk."""
-        return self._disk.store_only_bytes if self._disk else 0
+        return self._files.disk.store_only_bytes if self._files else 0
 
     @property
     def remote_bytes(self) -> int:
         """Bytes of segments that are in a store."""
-        return self._disk.remote_bytes if self._disk else 0
+        return self._files.disk.remote_bytes if self._files else 0
 
     @property
     def offload_waiting_bytes(self) -> int:
         """Bytes of closed segments that are to be offloaded and are not yet."""
-        if self._disk is None or self.settings.offload is None:
+        if self._files is None or self.settings.offload is None:
             return 0
-        return sum(one.segment_bytes for one in self._disk.segments[:-1] if one.remote is None)
+        return self._files.offload_waiting_bytes
 
     @property
     def dirty_bytes(self) -> int:
         """Bytes of closed segments that hold what was not compacted yet."""
-        if self._disk is None:
-            return 0
-        spans = self._disk.dirty_spans(self.high_watermark)
-        return sum(one.segment_bytes for one in spans if one.next_offset > self.compacted_to)
+        return self._files.dirty_bytes(self.high_watermark) if self._files else 0
 
     # Appending.
 
@@ -572,30 +491,29 @@ class ShardLog:
     def release_note(self, note: Note) -> None:
         """What the note stands for is done: its batch can be read, up to the next note that is not released."""
         self._happened(core.NoteReleased(note))
-        ahead = self._ahead
-        assert ahead is not None
-        ahead.released = self._core.first_unreleased
+        files = self._files
+        assert files is not None
+        files.ahead.released = self._core.first_unreleased
         if not self._core.has_notes:
-            self._submit(ahead.tidy, optional=True)
+            files.submit(files.ahead.tidy, optional=True)
 
     def take_notes_found(self) -> list[Note]:
         """What a crash left of notes, in their order: the batch of each may be in the log, or not. Once, before the first append."""
-        found, self._notes_found = self._notes_found, []
-        return found
+        return [] if self._files is None else self._files.take_notes_found()
 
     async def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
         """The notes in the log before what was appended at `offset`, in order, of those that are `wanted`, asked in another thread; of a log that
         has copies. None of what retention let go of. Raises CorruptionError, RequestError(UNSUPPORTED) where the place was compacted."""
-        assert self._reader is not None
+        assert self._files is not None
         try:
-            return await self._reader.read_notes(offset, wanted)
+            return await self._files.reader.read_notes(offset, wanted)
         except OffsetOutOfRangeError:
             return []
 
     async def clear_notes(self) -> None:
         """What `take_notes_found` gave is done."""
-        if self._ahead is not None:
-            await self._folder_writer.change(self._ahead.clear)
+        if self._files is not None:
+            await self._files.writer.change(self._files.ahead.clear)
 
     def free_slot_nowait(self, slot: int, done: Done) -> None:
         """Let go of a slot's annotation; `done` is called as for an append. Nothing is written where the slot is free."""
@@ -626,7 +544,7 @@ class ShardLog:
 
     def stop(self, error: FelixError) -> None:
         """Stop serving for good, because something that was promised of this shard cannot be kept: as a failed write does."""
-        waiting = self._group_commit.drop() if self._group_commit is not None else 0
+        waiting = self._files.groups.drop() if self._files is not None else 0
         had_failed = self.failure is not None
         self._happened(core.Dropped(error, waiting))
         self._told_of_failure(error, had_failed)
@@ -669,9 +587,10 @@ class ShardLog:
         if ready.mark_in_s is not None:
             self._mark_timer = self._loop.call_later(ready.mark_in_s, self._happened, core.MarkDue())
         if ready.sync:
-            self._sync_soon()
-        if ready.sync_mark and self._disk is not None:
-            self._submit(self._disk.sync_mark)
+            assert self._files is not None
+            self._files.sync_soon()
+        if ready.sync_mark and self._files is not None:
+            self._files.submit(self._files.disk.sync_mark)
         if readable:
             if type(event) is core.Written:
                 self._tail.wake()
@@ -681,11 +600,11 @@ class ShardLog:
             self._drained.set()
 
     def _hand_over(self, item: Pending) -> None:
-        assert self._group_commit is not None
+        assert self._files is not None
         if self._drained.is_set():
             self._answered_s = self._loop.time()
         self._drained.clear()
-        self._group_commit.put(item)
+        self._files.groups.put(item)
         if not self._start_scheduled:
             self._start_scheduled = True
             # At the end of this event loop iteration: what is appended together is committed together.
@@ -693,117 +612,41 @@ class ShardLog:
 
     def _start(self) -> None:
         self._start_scheduled = False
-        assert self._group_commit is not None
-        self._group_commit.start()
+        assert self._files is not None
+        self._files.groups.start()
 
-    def _plain_entry(self, batch: Batch) -> Entry:
+    def plain_entry(self, batch: Batch) -> Entry:
+        """A batch as readers get it. In any thread."""
         header = batch.header
         data = b"".join((self._hooks.frame_prefix(header), header.encode(), batch.body))
         return Entry(header.base_offset, header.next_offset, header.append_time_ms, data)
 
-    def _write(self, group: Sequence[Pending]) -> int:
-        """In a commit thread: seal, write and, where acknowledgements ask for it, sync a group; ns the sync took."""
-        with self._folder_writer.lock:
-            disk, ahead = self._disk, self._ahead
-            assert disk is not None and ahead is not None
-            notes = [item.note for item in group if item.note]
-            if notes and self._copies is None:
-                ahead.write(notes)
-            frames = []
-            for item in group:
-                if item.batch:
-                    item.entry = self._plain_entry(item.batch)
-                    sealed = self._hooks.seal(item.batch)
-                elif item.annotation or item.frees_slot:
-                    sealed = None
-                else:
-                    continue
-                if item.note is not None and self._copies is not None:
-                    # Whoever leads next has it where it has what it is for.
-                    frames += note_frames(item.note.data, item.answer.base_offset, item.epoch)
-                frames.append(Frame(sealed, item.answer.base_offset, item.epoch, item.slot, item.annotation))
-            if not frames:
-                return 0
-            if self._copies is not None:
-                return self._write_here(disk, frames, self._copies)
-            disk.begin_epoch(frames[0].leader_epoch)
-            disk.write(frames, self._hooks.clock_ms())
-            if self.settings.durability.kind != "fsync":
-                return 0
-            begun = self._hooks.runtime.clock.monotonic_ns()
-            disk.sync()
-            return self._hooks.runtime.clock.monotonic_ns() - begun
-
-    def _write_here(self, disk: DiskLog, frames: Sequence[Frame], copies: Copies) -> int:
-        """They are sent to the other copies after the write and before the sync, which is not asked for here."""
-        prev = disk.end_point
-        disk.write(frames, self._hooks.clock_ms())
-        # On the loop before the group is told to be written.
-        self._folder_writer.tell(lambda: copies.written(prev, frames))
-        return 0
-
-    def _tell_written(self, event: core.Written | core.WriteRefused) -> None:
-        """In a commit thread: what became of a group."""
-        self._folder_writer.tell(lambda: self._group_ended(event))
-
-    def _group_ended(self, event: core.Written | core.WriteRefused) -> None:
+    def group_ended(self, event: core.Written | core.WriteRefused) -> None:
+        """What became of a group of appends (region.log.shard_files)."""
+        files = self._files
+        assert files is not None
         self._answered_s = self._loop.time()
         if isinstance(event, core.WriteRefused):
-            assert self._group_commit is not None
-            self._group_commit.resume()
+            files.groups.resume()
         was_full, had_failed = self.is_full, self.failure is not None
         self._happened(event)
         if self.is_full is not was_full:
             self.room_changed()
         if isinstance(event, core.Written):
-            assert self._disk is not None
-            self._epochs = self._disk.epochs
+            self._epochs = files.disk.epochs
             self.disk_bytes_changed()
-            self._save_producers_of_a_rolled_segment()
+            files.save_producers_of_a_rolled_segment()
         elif event.failed:
             self._told_of_failure(event.error, had_failed)
         elif event.no_room and not was_full and self._copies is not None:
             self._copies.full(event.error)
 
-    def _save_producers_of_a_rolled_segment(self) -> None:
-        disk, reader = self._disk, self._reader
-        if disk is None or reader is None or disk.segment_count == self._segments_seen:
-            return
-        self._segments_seen = disk.segment_count
-        # What is before a rolled segment need not be read again to know the producers.
-        snapshot, offset = self.producers_snapshot(), self.high_watermark
-        truncations = reader.truncations
-
-        def save() -> None:
-            # A truncation in between made the snapshot claim what is no longer there.
-            if truncations == reader.truncations:
-                disk.save_producers(snapshot, offset)
-
-        self._submit(save, optional=True)
-
-    def _sync_soon(self) -> None:
-        disk = self._disk
-        assert disk is not None
-        sync, clock = disk.sync, self._hooks.runtime.clock
-
-        def timed() -> None:
-            begun = clock.monotonic_ns()
-            sync()
-            elapsed = clock.monotonic_ns() - begun
-            self._folder_writer.tell(lambda: self._count_sync(elapsed))
-
-        self._submit(timed)
-
-    def _count_sync(self, elapsed_ns: int) -> None:
+    def sync_ended(self, elapsed_ns: int) -> None:
+        """A sync that was asked for between groups is done (region.log.shard_files)."""
         self.counters.syncs += 1
         self.counters.sync_ns += elapsed_ns
         # Who may read only what is synced has something to read now.
         self._tail.wake()
-
-    def _submit(self, work: Callable[[], None], *, optional: bool = False) -> None:
-        """As `FolderWriter.submit`, while the shard serves."""
-        if self.state in (State.SERVING, State.FULL):
-            self._folder_writer.submit(work, optional=optional)
 
     def _report(self, what: str, error: Exception) -> None:
         self._loop.call_exception_handler({"message": f"{what} ({self.identity.stream})", "exception": error})
@@ -840,13 +683,13 @@ class ShardLog:
         hot = self.read_hot(offset, max_bytes)
         if hot is not None:
             return hot
-        assert self._reader is not None
-        batches = await self._reader.read(offset, max_bytes, self.high_watermark)
+        assert self._files is not None
+        batches = await self._files.reader.read(offset, max_bytes, self.high_watermark)
         return await self._loop.run_in_executor(self._read_pool, self._open_entries, batches)
 
     def _open_entries(self, batches: Sequence[SealedBatch]) -> list[Entry]:
         return [
-            self._plain_entry(self._hooks.open_batch(Batch(batch.header, batch.data[HEADER_BYTES:])))
+            self.plain_entry(self._hooks.open_batch(Batch(batch.header, batch.data[HEADER_BYTES:])))
             for batch in batches
         ]
 
@@ -857,14 +700,13 @@ class ShardLog:
 
         Raises RequestError(UNSUPPORTED) on an ephemeral shard, which has nothing sealed.
         """
-        if self._ephemeral:
+        if self._files is None:
             raise RequestError("An ephemeral shard keeps nothing sealed.", code=Code.UNSUPPORTED)
         self._check_readable(offset)
-        assert self._reader is not None
         synced = self.synced_offset
         if offset >= synced:
             return []
-        batches = await self._reader.read(offset, max_bytes, synced)
+        batches = await self._files.reader.read(offset, max_bytes, synced)
         return [
             Entry(batch.header.base_offset, batch.header.next_offset, batch.header.append_time_ms, batch.data)
             for batch in batches
@@ -873,9 +715,9 @@ class ShardLog:
     async def offset_for_time(self, time_ms: int) -> int:
         """Base offset of the first readable batch appended at or after `time_ms`, else the high watermark."""
         self._check_readable(self.high_watermark)
-        if self._reader is None:
+        if self._files is None:
             return self._ring.offset_for_time(time_ms)
-        return await self._reader.offset_for_time(time_ms, self.high_watermark)
+        return await self._files.reader.offset_for_time(time_ms, self.high_watermark)
 
     # Changing what is there.
 
@@ -917,8 +759,8 @@ class ShardLog:
             history = EpochHistory(list(self._epochs.starts))
             if not history.begin(epoch, self.log_end_offset):
                 return
-            if self._disk:
-                await self._folder_writer.change(self._disk.save_epochs, history)
+            if self._files:
+                await self._files.writer.change(self._files.disk.save_epochs, history)
             self._epochs = history
             self._epoch_due = False
             self._happened(core.EpochBegan(history.current))
@@ -936,22 +778,21 @@ class ShardLog:
                 raise OffsetOutOfRangeError(cut.offset, self.log_start_offset, self.log_end_offset)
             if refused := self._core.cut_refusal(cut):
                 raise refused
-            if self._disk is not None:
+            files = self._files
+            if files is not None:
                 # Before anybody reads less because of it.
-                self._disk.check_cut(cut)
+                files.disk.check_cut(cut)
             self._happened(core.Cutting(cut))
-            if self._disk is None:
+            if files is None:
                 self._ring.truncate(cut.offset)
                 self._happened(core.Truncated(LogPoint(self._ring.next_offset)))
                 return
             self._ring.truncate(min(cut.offset, self._ring.next_offset))
-            assert self._reader is not None
-            with self._reader.truncating():
-                producers = await self._folder_writer.change(self._disk.truncate, cut)
-            self._happened(core.Truncated(self._disk.end_point, producers, dict(self._disk.annotations)))
+            producers = await files.truncate(cut)
+            self._happened(core.Truncated(files.disk.end_point, producers, dict(files.disk.annotations)))
             self.segments_changed()
             self._ring.truncate(min(self.high_watermark, self._ring.next_offset))
-            self._epochs = self._disk.epochs
+            self._epochs = files.disk.epochs
             self._happened(core.EpochBegan(self._epochs.current))
 
     def hold_from(self, offset: int | None) -> None:
@@ -963,8 +804,8 @@ class ShardLog:
         """Take over `settings` from now on, but for what the shard was opened with (`ShardSettings.altered`). A window of message
         ids that begins here does not know what was appended before."""
         self._core.alter(settings)
-        if self._disk is not None:
-            self._disk.limits = settings.segments
+        if self._files is not None:
+            self._files.disk.limits = settings.segments
 
     async def sweep(self, now_ms: int) -> int:
         """Apply retention; the segments deleted (for an ephemeral shard, 0: its batches go one by one)."""
@@ -972,19 +813,19 @@ class ShardLog:
             return 0
         self._core.admission.producers.expire(now_ms)
         retention = self.settings.retention
-        disk = self._disk
-        if disk is None:
+        files = self._files
+        if files is None:
             if retention.age_ms:
                 self._ring.evict_before(
                     now_ms - retention.age_ms, self._held_from if retention.acked else None
                 )
             return 0
-        below, hold = self.high_watermark, self._held_from
+        disk, below, hold = files.disk, self.high_watermark, self._held_from
         if not disk.retention_due(retention, now_ms, below=below, hold=hold):
             return 0
         try:
             return await self._let_go(
-                disk, lambda: disk.delete_old(retention, now_ms, below=below, hold=hold)
+                files, lambda: disk.delete_old(retention, now_ms, below=below, hold=hold)
             )
         except UnavailableError as error:
             if error.code is Code.DISK_FULL:
@@ -1000,43 +841,28 @@ class ShardLog:
         """
         if offset > self.high_watermark:
             raise OffsetOutOfRangeError(offset, self.log_start_offset, self.high_watermark)
-        disk = self._disk
-        if disk is None:
+        files = self._files
+        if files is None:
             return 0
         now_ms = self._hooks.clock_ms()
-        return await self._let_go(disk, lambda: disk.trim(offset, now_ms))
+        return await self._let_go(files, lambda: files.disk.trim(offset, now_ms))
 
-    async def _let_go(self, disk: DiskLog, delete: Callable[[], int]) -> int:
+    async def _let_go(self, files: ShardFiles, delete: Callable[[], int]) -> int:
         """Delete old segments; how many. What they alone tell of producers is kept before."""
-        known, offset = len(self._core.admission.producers), self.high_watermark
-        snapshot = self.producers_snapshot() if known else b""
-
-        def work() -> int:
-            if not snapshot:
-                return delete()
-            try:
-                disk.save_producers(snapshot, offset)
-            except OSError:
-                # On a full disk it is more urgent that something goes; then there may be room.
-                count = delete()
-                with suppress(OSError):
-                    disk.save_producers(snapshot, offset)
-                return count
-            return delete()
-
-        count = await self._folder_writer.change(work)
-        self._log_start = disk.start_offset
+        snapshot = self.producers_snapshot() if len(self._core.admission.producers) else b""
+        count = await files.let_go(delete, snapshot, self.high_watermark)
+        self._log_start = files.disk.start_offset
         self.counters.segments_deleted += count
         self.segments_changed()
         if count and self._copies is not None:
-            self._copies.trimmed(disk.start_point)
+            self._copies.trimmed(files.disk.start_point)
         return count
 
     # Maintenance: see region.log.maintenance.
 
     def compaction_due(self, now_ms: int) -> bool:
         """Whether `compact` would be worth its work; never where the stream is not compacted."""
-        return self._maintenance is not None and self._maintenance.compaction_due(now_ms)
+        return self._files is not None and self._files.maintenance.compaction_due(now_ms)
 
     async def compact(
         self,
@@ -1052,13 +878,13 @@ class ShardLog:
         with all as it was; SHUTTING_DOWN where the shard closes meanwhile. CorruptionError, which stops the shard, and what
         opening or sealing a batch raises.
         """
-        if self._maintenance is None:
+        if self._files is None:
             return None
-        return await self._maintenance.compact(now_ms, pool, share, keys_bytes_max)
+        return await self._files.maintenance.compact(now_ms, pool, share, keys_bytes_max)
 
     def offload_due(self, now_ms: int) -> bool:
         """Whether `offload` would do anything."""
-        return self._maintenance is not None and self._maintenance.offload_due(now_ms)
+        return self._files is not None and self._files.maintenance.offload_due(now_ms)
 
     async def offload(self, now_ms: int, base: str) -> OffloadReport:
         """Copy closed segments to the store, to below the URL `base`, let local files go that are beyond what is kept here,
@@ -1067,20 +893,20 @@ class ShardLog:
         Raises UnavailableError: the store does not do what it is asked, and is tried again after a while, longer each
         time; SHUTTING_DOWN where the shard closes. CorruptionError, which stops the shard.
         """
-        if self._maintenance is None:
+        if self._files is None:
             return OffloadReport()
-        return await self._maintenance.offload(now_ms, base)
+        return await self._files.maintenance.offload(now_ms, base)
 
     async def fetch(self, segment: SegmentState) -> None:
         """Bring a segment back that is in a store only, to be read by another copy. Raises UnavailableError; CorruptionError of the store's copy,
         which stops nothing."""
-        assert self._reader is not None
-        await self._reader.fetch(segment)
+        assert self._files is not None
+        await self._files.reader.fetch(segment)
 
     def offload_later(self, now_ms: int) -> None:
         """A turn came to nothing: the next one is due after a while, longer each time."""
-        if self._maintenance is not None:
-            self._maintenance.offload_later(now_ms)
+        if self._files is not None:
+            self._files.maintenance.offload_later(now_ms)
 
     def changes_refused(self) -> FelixError | None:
         """Why closed segments may not be rewritten or moved now; None where they may."""
@@ -1112,8 +938,8 @@ class ShardLog:
 
     def segments_changed(self) -> None:
         """Their number is another than before, and not because one was rolled."""
-        assert self._disk is not None
-        self._segments_seen = self._disk.segment_count
+        assert self._files is not None
+        self._files.segments_changed()
         self.disk_bytes_changed()
 
     @property
@@ -1126,14 +952,12 @@ class ShardLog:
         if self.state is State.STOPPED:
             return
         self._happened(core.Hold(UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN)))
-        if self._maintenance is not None:
-            self._maintenance.end()
-        self._ending.set()
+        files = self._files
+        if files is not None:
+            files.end()
         await self._drained.wait()
-        if self._reader is not None:
-            await self._reader.ended()
-        if self._maintenance is not None:
-            await self._maintenance.ended()
+        if files is not None:
+            await files.ended()
         if self._closed:
             return
         self._closed = True
@@ -1146,30 +970,14 @@ class ShardLog:
         if self._copies is not None:
             self._copies.released()
             return
-        disk, ahead = self._disk, self._ahead
-        if disk is None or ahead is None:
+        if files is None:
             return
         if failed:
-            await self._folder_writer.change(disk.abandon)
-            await self._folder_writer.change(ahead.close)
+            await files.abandon()
             return
-        # An empty log tells all there is to know of its producers.
-        snapshot = self.producers_snapshot() if self.log_end_offset else b""
-
-        def finish() -> None:
-            try:
-                if snapshot:
-                    disk.save_producers(snapshot)
-            except OSError as error:
-                # It is only a shortcut; recovery reads the log instead.
-                if not is_full(error):
-                    raise
-            finally:
-                ahead.close()
-                disk.close()
-
         try:
-            await self._folder_writer.change(finish)
+            # An empty log tells all there is to know of its producers.
+            await files.close(self.producers_snapshot() if self.log_end_offset else b"")
         except BaseException:
             self._was_failed = True
             raise

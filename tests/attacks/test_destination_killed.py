@@ -169,10 +169,10 @@ async def test_whatever_a_kill_leaves_every_record_has_its_leaf(
             await agent.open()
             await agent.cross(list(sent.values()))
             shard, kill = shard_of(mesh, stream), Kill(mesh)
-            assert shard._ahead is not None and shard._disk is not None
+            assert shard._files is not None
             owner, name = {
-                "note": (shard._ahead, "write"),
-                "records": (shard._disk, "sync"),
+                "note": (shard._files.ahead, "write"),
+                "records": (shard._files.disk, "sync"),
                 "leaf": (trail_of(mesh)._wal, "append"),
             }[step.split()[1]]
             sent |= numbered(2, 3)
@@ -181,7 +181,7 @@ async def test_whatever_a_kill_leaves_every_record_has_its_leaf(
                 await until(kill.taken.is_set, f"the kill: {step}")
                 # Nobody reads what has no leaf.
                 assert shard.high_watermark == 2
-            folder = kill.copy / shard._folder.relative_to(mesh.eu.root)
+            folder = kill.copy / shard._files.disk.folder.relative_to(mesh.eu.root)
             if "half" in step:
                 cut(folder, *(("*.seg", 9) if "records" in step else (AHEAD_NAMES[0], 9)))
                 (folder / "mark").unlink()
@@ -258,8 +258,8 @@ async def test_a_revocation_that_came_meanwhile_stands_behind_what_a_crash_had_k
         await agent.open()
         await agent.cross([sent[0]])
         shard, kill = shard_of(mesh, stream), Kill(mesh)
-        assert shard._disk is not None
-        with kill.after(shard._disk, "sync"):
+        assert shard._files is not None
+        with kill.after(shard._files.disk, "sync"):
             agent.send([sent[1], sent[2]])
             await until(kill.taken.is_set, "the kill")
         body = Standing(

@@ -186,7 +186,8 @@ async def test_a_power_cut_on_an_interval_stream_takes_nothing_that_crossed(mesh
     async with mesh.agent() as agent:
         await mesh.publish(numbered(0, 5))
         shard = source_shard(mesh)
-        shard._sync_soon()
+        assert shard._files is not None
+        shard._files.sync_soon()
         await link(agent, "active", 5)
         await mesh.publish(numbered(100, 5))
         assert (shard.high_watermark, shard.synced_offset) == (10, 5)
@@ -201,7 +202,7 @@ async def test_a_power_cut_on_an_interval_stream_takes_nothing_that_crossed(mesh
     assert source_shard(mesh).high_watermark == 5
     await mesh.publish(numbered(900, 8))
     async with mesh.agent() as agent:
-        source_shard(mesh)._sync_soon()
+        source_shard(mesh)._files.sync_soon()  # type: ignore[union-attr]
         await link(agent, "active", 13)
         assert agent.links()[0].cut is None
     assert mesh.numbers(await mesh.read("eu-west", 13)) == [*range(5), *range(900, 908)]
@@ -336,8 +337,8 @@ def source_shard(mesh: Mesh) -> ShardLog:
 
 def cut_power(shard: ShardLog) -> None:
     """What was written and not synced is gone; the broker is stopped after this, and must not sync it."""
-    disk = shard._disk
-    assert disk is not None
+    assert shard._files is not None
+    disk = shard._files.disk
     segment, synced = disk.segments[-1], disk._written.synced_to
     disk.sync = disk.sync_mark = lambda: None  # type: ignore[method-assign]
     disk.save_producers = lambda snapshot: None  # type: ignore[method-assign]

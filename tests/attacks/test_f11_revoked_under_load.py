@@ -39,8 +39,8 @@ def slow(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hosted is not None
     shard = hosted.shard(0)
     assert isinstance(shard, ShardLog)
-    disk = shard._disk
-    assert disk is not None
+    assert shard._files is not None
+    disk = shard._files.disk
     sync = disk.sync
 
     def late() -> None:

@@ -63,7 +63,7 @@ async def test_a_revocation_has_its_leaf_behind_those_of_a_stream_that_opens_lat
         await agent.open()
         await agent.cross([sent[0]])
         shard, kill = shard_of(mesh, STREAM), Kill(mesh)
-        with kill.after(shard._disk, "sync"):
+        with kill.after(shard._files.disk, "sync"):
             agent.send([sent[1], sent[2]])
             await until(kill.taken.is_set, "the kill")
         body = Standing(
@@ -119,7 +119,7 @@ async def test_what_stops_a_grant_has_its_leaf_behind_what_a_clock_that_was_ahea
         await agent.open()
         await agent.cross([sent[0]])
         shard, kill = shard_of(mesh, STREAM), Kill(mesh)
-        with kill.after(shard._disk, "sync"):
+        with kill.after(shard._files.disk, "sync"):
             agent.send([sent[1], sent[2]])
             await until(kill.taken.is_set, "the kill")
         ahead_ms = 0
@@ -163,7 +163,7 @@ async def test_a_stream_that_does_not_open_keeps_no_policy_from_being_in_force(
     async with rogue_agent(mesh, grant, stream=STREAM) as agent:
         await agent.open()
         shard, kill = shard_of(mesh, STREAM), Kill(mesh)
-        with kill.after(shard._disk, "sync"):
+        with kill.after(shard._files.disk, "sync"):
             agent.send([sent[0], sent[1]])
             await until(kill.taken.is_set, "the kill")
         refuse(monkeypatch)

@@ -436,8 +436,8 @@ async def test_a_gap_at_the_source_is_logged_alarmed_and_passed(mesh: Mesh) -> N
         await operator.alter_stream(STREAM, retention=Retention(age_ms=1_000))
     # Only segments that are not written to any more are deleted; the next one is begun here, not in an hour.
     shard = mesh.nodes["us-east"].broker.stream(StreamName.parse(STREAM)).shard(0)
-    assert shard._disk is not None
-    await shard._folder_writer.change(shard._disk.roll, now_ms())
+    assert shard._files is not None
+    await shard._files.writer.change(shard._files.disk.roll, now_ms())
 
     async def expired() -> bool:
         return (await mesh.describe("us-east")).state[0].log_start == 60

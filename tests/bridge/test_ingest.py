@@ -152,8 +152,8 @@ def destination(mesh: Mesh) -> ShardLog:
 @contextmanager
 def slow_disk(shard: ShardLog, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Syncs of this shard hang until the block ends."""
-    disk, gate = shard._disk, threading.Event()
-    assert disk is not None
+    assert shard._files is not None
+    disk, gate = shard._files.disk, threading.Event()
     sync = disk.sync
 
     def hanging() -> None:

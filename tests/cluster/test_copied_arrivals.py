@@ -20,10 +20,9 @@ from region.cluster.records import ShardId
 from region.copies.replicas import Replicas
 from region.crossing.ingest import IngestStream
 from region.evidence.remote_audit import RemoteArrivals
-from region.log.disk import DiskLog
 from region.log.frame import Frame
 from region.log.segment_limits import SegmentLimits
-from region.log.shard import ShardLog
+from region.log.shard_files import ShardFiles
 from region.streams import settings as stream_settings
 
 pytestmark = pytest.mark.etcd
@@ -70,15 +69,15 @@ class Steps:
         (shard,) = self.mesh.led("eu-west")
         loop = asyncio.get_running_loop()
 
-        def write(log: ShardLog, disk: DiskLog, frames: list[Frame], copies: Any) -> int:
-            if log is not shard:
-                return original(log, disk, frames, copies)
-            disk.write(frames, 1)
+        def write(files: ShardFiles, copies: Any, frames: list[Frame]) -> int:
+            if files is not shard._files:
+                return original(files, copies, frames)
+            files.disk.write(frames, 1)
             loop.call_soon_threadsafe(held.set)
             return 0
 
-        original: Any = ShardLog._write_here
-        patch.setattr(ShardLog, "_write_here", write)
+        original: Any = ShardFiles._write_beside
+        patch.setattr(ShardFiles, "_write_beside", write)
 
     def before_the_leaf(self, patch: pytest.MonkeyPatch, held: asyncio.Event) -> None:
         """The records are committed, their leaf waits."""

@@ -1130,8 +1130,8 @@ async def test_nothing_is_kept_of_what_retention_lets_go_of_while_it_is_fetched(
         for at in range(20):
             await shard.append(batch_of(b"%d" % at * 40))
         await shard.offload(0, place)
-        disk, real = shard._disk, store.get_file
-        assert disk is not None
+        assert shard._files is not None
+        disk, real = shard._files.disk, store.get_file
 
         def slowly(*arguments: object) -> store.Digest:
             disk.delete_old(Retention(size_bytes=1), 1_000, below=disk.end_offset)
@@ -1141,7 +1141,7 @@ async def test_nothing_is_kept_of_what_retention_lets_go_of_while_it_is_fetched(
         with pytest.raises(OffsetOutOfRangeError):
             await shard.read(0, 2_000)
         assert not [name for name in DiskFiles().names(tmp_path) if name.endswith(FETCHED_SUFFIX)]
-        assert shard._reader is not None and shard._reader._store.cache.held_bytes == 0
+        assert shard._files.reader._store.cache.held_bytes == 0
 
 
 @pytest.mark.parametrize("how", ["killed", "full"])
@@ -1169,13 +1169,13 @@ async def test_a_repeated_batch_is_known_where_its_segment_went_to_the_store_bef
             await shard.append(batch_of(b"%d" % at * 40, producer=8, sequence=at))
         if how == "full":
             await shard.offload(0, place)
-            assert not shard._disk.segments[0].is_local  # type: ignore[union-attr]
+            assert not shard._files.disk.segments[0].is_local  # type: ignore[union-attr]
         shutil.copytree(folder, killed)
     folder, killed = killed, tmp_path / "c"
     if how == "killed":
         async with serving(folder, place) as shard:
             await shard.offload(0, place)
-            assert not shard._disk.segments[0].is_local  # type: ignore[union-attr]
+            assert not shard._files.disk.segments[0].is_local  # type: ignore[union-attr]
             shutil.copytree(folder, killed)
         folder = killed
     async with serving(folder, place) as shard:

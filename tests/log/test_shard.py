@@ -348,7 +348,8 @@ async def test_only_what_is_synced_is_read_sealed_and_the_tail_hears_of_it(tmp_p
         assert await shard.read_sealed(0, 1_000) == []
         heard: list[int] = []
         unsubscribe = shard.subscribe_tail(lambda: heard.append(shard.synced_offset))
-        shard._sync_soon()
+        assert shard._files is not None
+        shard._files.sync_soon()
         await until(lambda: 1 in heard)
         unsubscribe()
         assert [entry.base_offset for entry in await shard.read_sealed(0, 1_000)] == [0]

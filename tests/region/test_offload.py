@@ -132,7 +132,7 @@ async def test_a_lost_folder_is_restored_with_the_command(
         await region.create_stream(ROLLS, views=Views(offload=Offload(url, 0)))
         await fill(region, 0, 200)
         await until(lambda: shard_of(node).segment_count > 3 and not shard_of(node).offload_waiting_bytes)
-        last = shard_of(node)._disk.segments[-1].base_offset  # type: ignore[union-attr]
+        last = shard_of(node)._files.disk.segments[-1].base_offset  # type: ignore[union-attr]
         before = shard_of(node).epochs.current
     lost = folder.root / "data" / "streams"
 

@@ -199,12 +199,12 @@ async def test_a_job_of_a_commit_whose_write_failed_is_given_to_nobody_else(
     await transaction.acknowledge(job)
     stream = stream_of(node, "felix/system/transactions")
     journal = node.broker.streams._directory.find(stream.name, stream.incarnation, stream.companions[0])
-    assert journal is not None and journal._disk is not None
+    assert journal is not None and journal._files is not None
 
     def failing() -> None:
         raise StorageFailedError("A sync failed.")
 
-    monkeypatch.setattr(journal._disk, "sync", failing)
+    monkeypatch.setattr(journal._files.disk, "sync", failing)
     committed = asyncio.ensure_future(transaction.commit())
     await until(lambda: journal.failure)
     assert await jobs.lease(1, wait=1.5) == []
