@@ -519,7 +519,7 @@ TWINS: Final = (
         0,
         patched(LogModel, "recover", lambda self: None),
     ),
-    Twin("only members of isr and elr are elected", 7, patched(transactions, "candidates", anybody)),
+    Twin("only members of isr and elr are elected", 0, patched(transactions, "candidates", anybody)),
     Twin("a controller writes in its term alone", 15, patched(transactions, "in_term", in_any_term)),
     Twin(
         "a move ends once all that it leads to are in sync",

@@ -172,7 +172,7 @@ TWINS: Final = (
     ),
     Twin(
         "an INTENT is durable before its envelope is sent",
-        7,
+        154,
         MeshWorld,
         patched(Trail, "append_nowait", tell_first("/bridge/")),
     ),
