@@ -49,6 +49,7 @@ from region.cluster.problems import (
     living_copies,
     may_be_uneven,
     no_links,
+    placed_nowhere,
     survey,
     uneven_leaders,
     vacancy,
@@ -214,10 +215,14 @@ class Clustered:
         """What a broker answers that does not serve a shard: who does, where somebody is known to."""
         leader = self.member.assignments.leader(record.incarnation, shard)
         if leader is None or not leader.address:
-            why = vacancy(self.member.mirror.view, ShardId(record.incarnation, shard))
+            view, known = self.member.mirror.view, ShardId(record.incarnation, shard)
+            nowhere = placed_nowhere(view) if known not in view.shards else None
+            why = nowhere.why if nowhere else vacancy(view, known)
             return NotLeaderError(
                 f"No broker leads shard {shard} of {record.name} at the moment{': ' if why else ''}{why}.",
-                hint="`felix region status` says how to go on."
+                hint=nowhere.way
+                if nowhere
+                else "`felix region status` says how to go on."
                 if why
                 else "Try again: a new stream is placed within a second. Else `felix region status` says what is wrong.",
                 retry_after_ms=RETRY_MS,
