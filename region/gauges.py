@@ -143,6 +143,6 @@ class BrokerGauges:
                     values["message_ids"] = shard.message_ids
                     values["message_ids_limit"] = deduplication.ids_max
                     values["repeated_ids"] = counters.repeated_ids
-                values |= self._queues.gauges(stream.name, number)
+                values |= self._queues.gauges(stream, number)
                 found.append((str(stream.name), number, values))
         return found
