@@ -514,9 +514,13 @@ async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> N
     async with connect(region, identity) as client:
         await _until(client, wait_ms, lambda state: sum(_is_alive(state, name) for name in names), "stop")
         known = {each.broker for each in (await client.describe()).brokers}
-        for name in names:
-            if name in known:
+        for name in (each for each in names if each in known):
+            try:
                 await client.retire_broker(name)
+            except RequestError as error:
+                # Another `felix region scale` was quicker, and the region is as this one was to leave it.
+                if error.code is not Code.NOT_FOUND:
+                    raise
 
 
 async def _standing(region: str, identity: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
