@@ -68,7 +68,7 @@ class BrokerGauges:
             "audit_cosigned_leaves": status.cosigned if copied else 0,
             "audit_pending_bytes": status.pending_bytes,
             "audit_failed": float(bool(status.failure)),
-            **self._governance.witnessing.gauges(),
+            **{name: value if copied else 0 for name, value in self._governance.witnessing.gauges().items()},
             "transactions_open": len(self._transactions.open),
             "transactions_open_limit": OPEN_MAX,
             "transactions_owed": self._transactions.owed_count,

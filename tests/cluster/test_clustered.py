@@ -97,6 +97,18 @@ def test_a_client_is_told_why_nobody_can_lead_a_shard() -> None:
     assert clustered(soon).not_leader(RECORD, 0).sentence.endswith("at the moment.")
 
 
+def test_a_shard_that_lacks_copies_is_not_said_to_be_served_soon() -> None:
+    for isr, told in (
+        ({"a": 5}, "fewer copies are in sync than a record needs."),
+        ({"a": 5, "b": 5}, "is about to be served here."),
+    ):
+        view = view_of(
+            {"a": 5, "b": 5}, shards={0: shard_record(isr, leader="a", replicas=("a", "b"), min=2)}
+        )
+        refused = clustered(view, refusal=lambda: None).not_leader(RECORD, 0)
+        assert refused.sentence.endswith(told) and bool(refused.hint) is ("fewer" in told)
+
+
 def test_whoever_publishes_to_a_new_stream_is_told_that_no_broker_may_have_it() -> None:
     drained = {broker: node(drain=True) for broker in "ab"}
     refused = clustered(view_of(drained | {"c": 5}, {"a": 5, "b": 5})).not_leader(RECORD, 0)
