@@ -106,8 +106,8 @@ def way_out(view: ClusterView, found: list[Bound], leaving: Set[str], region: st
         ways.append(f"felix region undrain {drained[0]}")
     if away:
         ways.append(f"start {', '.join(away)}")
-    # The audit log has as many copies as it was made with.
-    if found[0].others and all(each.stream != str(AUDIT_STREAM) for each in found):
+    # The audit log has as many copies as it was made with. Of a stream that is not served nothing is altered.
+    if leaving and found[0].others and all(each.stream != str(AUDIT_STREAM) for each in found):
         fewer = f"--replicas {found[0].others} --min-in-sync {found[0].others}"
         ways.append(f"have fewer copies: felix stream alter {found[0].stream} {fewer}")
     return f"{', or '.join(ways)}."

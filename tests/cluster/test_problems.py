@@ -166,14 +166,14 @@ def test_a_shard_below_its_min_for_want_of_brokers_says_so_and_what_to_do() -> N
     (below, *_) = seen(view_of(nodes, shards=alone)).problems
     assert below == (
         f"Nothing is written to {NAME} shard 0: {NAME} needs 2 copies and 1 broker may have one. Have 4 brokers (felix region scale 4 --region us-east, "
-        f"where all are on one machine), or felix region undrain b, or have fewer copies: felix stream alter {NAME} --replicas 1 --min-in-sync 1."
+        "where all are on one machine), or felix region undrain b."
     )
     # Retired they are no brokers to be undrained, and one that is away is to be started.
     (below, *_) = seen(view_of({"a": 5, "d": 5}, {"a": 5}, alone)).problems
-    assert "1 broker may have one. Have 3 brokers (" in below and "), or start d, or have fewer" in below
+    assert "1 broker may have one. Have 3 brokers (" in below and below.endswith("), or start d.")
     # To start one that is drained is not enough; nor may it be started before it is known whether it lives.
     away = view_of(nodes | {"b": 5}, {"a": 5}, alone)
-    assert ", or start b, or have fewer" in seen(away).problems[0]
+    assert seen(away).problems[0].endswith(", or start b.")
     assert "That is from before" in survey(away, [stream()]).found("us-east", is_out_of_date=True).problems[0]
     # Whoever has a copy keeps it while no other may have one; a move that is under way is waited for.
     kept = {0: shard_record({"a": 5}, replicas=("a", "b"), min=2)}
