@@ -597,10 +597,13 @@ class Catalog:
 def _require_held(
     identity: SpiffeId, entry: Entry | None, held: Sequence[str] | None, new: tuple[str, ...]
 ) -> None:
-    """Raises RequestError(CONFLICT) where an identity has neither the rights that a change was chosen by, nor those that it leads to."""
+    """Raises RequestError(CONFLICT) where an identity has neither the rights that a change was chosen by, nor those that it leads to. What cannot be read gives none,
+    as in `list_rights`."""
     if held is None:
         return
-    has = () if entry is None else decode(entry.value, Rights, entry.key).rights
+    has: tuple[str, ...] = ()
+    with suppress(FelixError):
+        has = () if entry is None else decode(entry.value, Rights, entry.key).rights
     if has not in (canonical_rights(identity, held), new):
         raise RequestError(
             f"The rights of {identity} were changed meanwhile.",
