@@ -492,7 +492,7 @@ def _copies(view: ClusterView, shards: Iterable[_Shard]) -> tuple[list[str], lis
         gone = tuple(sorted(broker for broker in without if broker not in nodes or not nodes[broker].drain))
         if gone:
             away[gone].append(shard)
-        else:
+        elif len(record.isr) >= record.min:  # else it is told as a problem
             drained[tuple(sorted(without))].append(shard)
     problems = [
         f"Too few copies while {_are(brokers)} not alive: {_named(found, _standing)}."

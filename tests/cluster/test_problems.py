@@ -163,7 +163,8 @@ def test_a_shard_below_its_min_names_the_brokers_to_start() -> None:
 def test_a_shard_below_its_min_for_want_of_brokers_says_so_and_what_to_do() -> None:
     nodes = {"a": 5, "b": node(drain=True), "c": node(drain=True)}
     alone = {0: shard_record({"a": 5}, replicas=("a",), min=2)}
-    (below, *_) = seen(view_of(nodes, shards=alone)).problems
+    (below,), remarks = seen(view_of(nodes, shards=alone))
+    assert not remarks, "it is not as it should be"
     assert below == (
         f"Nothing is written to {NAME} shard 0: {NAME} needs 2 copies and 1 broker may have one. Have 4 brokers (felix region scale 4 --region us-east, "
         "where all are on one machine), or felix region undrain b."
