@@ -182,12 +182,13 @@ class Nowhere(NamedTuple):
 
 def placed_nowhere(view: ClusterView) -> Nowhere | None:
     """None where some broker may have copies, or comes alive by itself."""
-    alive = sorted(view.alive)
-    if not alive or not draining.drained_of(view).issuperset(alive):
+    alive, drained = sorted(view.alive), draining.drained_of(view)
+    if not alive or not drained.issuperset(alive):
         return None
+    away = sorted(view.nodes.keys() - drained - view.alive.keys())
     return Nowhere(
         "each broker that is alive is drained, and gets no copies",
-        f"`felix region undrain {alive[0]}` lets one have them again.",
+        f"`felix region undrain {alive[0]}` lets one have them again{f', or start {", ".join(away)}' if away else ''}.",
     )
 
 

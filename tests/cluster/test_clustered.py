@@ -113,7 +113,7 @@ def test_whoever_publishes_to_a_new_stream_is_told_that_no_broker_may_have_it() 
     drained = {broker: node(drain=True) for broker in "ab"}
     refused = clustered(view_of(drained | {"c": 5}, {"a": 5, "b": 5})).not_leader(RECORD, 0)
     assert refused.sentence.endswith(": each broker that is alive is drained, and gets no copies.")
-    assert refused.hint == "`felix region undrain a` lets one have them again."
+    assert refused.hint == "`felix region undrain a` lets one have them again, or start c."
     placed = clustered(view_of(drained | {"c": 5})).not_leader(RECORD, 0)
     assert "placed within a second" in placed.hint
 

@@ -230,7 +230,7 @@ def test_a_new_stream_waits_for_an_undrain_where_each_broker_that_is_alive_is_dr
     nodes = {"a": 5, "b": node(drain=True), "c": node(drain=True)}
     assert seen(view_of(nodes, {"b": 5, "c": 5})).problems[0] == (
         f"Nobody leads {NAME} shard 0: each broker that is alive is drained, and gets no copies. "
-        "`felix region undrain b` lets one have them again."
+        "`felix region undrain b` lets one have them again, or start a."
     )
     assert "a broker is about to" in seen(view_of(nodes)).problems[0]
 
