@@ -185,10 +185,10 @@ def placed_nowhere(view: ClusterView) -> Nowhere | None:
     alive, drained = sorted(view.alive), draining.drained_of(view)
     if not alive or not drained.issuperset(alive):
         return None
-    away = sorted(view.nodes.keys() - drained - view.alive.keys())
+    away = ", ".join(sorted(view.nodes.keys() - drained - view.alive.keys()))
     return Nowhere(
         "each broker that is alive is drained, and gets no copies",
-        f"`felix region undrain {alive[0]}` lets one have them again{f', or start {", ".join(away)}' if away else ''}.",
+        f"`felix region undrain {alive[0]}` lets one have them again{', or start ' if away else ''}{away}.",
     )
 
 
