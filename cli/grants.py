@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -33,6 +34,9 @@ SAID: Final = ("standing", "deny")
 KINDS: Final = ("export", "import", "approval", *SAID)
 LISTED_AGAIN_MAX: Final = 3
 """Where documents come while they are listed, the broker may judge by one that was not listed yet."""
+RIGHTS_LOOKS: Final = 50
+RIGHTS_LOOK_S: Final = 0.1
+"""How often, and after how long, rights that others change meanwhile are read again."""
 
 
 def own_bundle(folder: RegionFolder) -> RegionBundle:
@@ -138,11 +142,19 @@ def stand(
 
 
 async def add_right(region: str, identity: str, right: str) -> None:
-    """Give an identity one right besides those it has."""
+    """Give an identity one right besides those it has, also where others change them meanwhile. Raises RequestError(CONFLICT) where they go on to."""
     async with connect(region) as client:
-        held = (await client.list_rights()).get(identity, [])
-        if right not in held:
-            await client.put_rights(identity, [*held, right])
+        for looks_left in reversed(range(RIGHTS_LOOKS)):
+            held = (await client.list_rights()).get(identity, [])
+            if right in held:
+                return
+            try:
+                return await client.put_rights(identity, [*held, right], held=held)
+            except RequestError as error:
+                if error.code is not Code.CONFLICT or not looks_left:
+                    raise
+            # The next one may be asked of a broker that hears of the change later.
+            await asyncio.sleep(RIGHTS_LOOK_S)
 
 
 def operator_id(region: str, identity: str = "") -> str:

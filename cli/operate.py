@@ -31,7 +31,7 @@ from policy.quantity import Duration
 LOOK_S: Final = 0.5
 """How often the region is asked how far it is."""
 LOOKS: Final = 5
-"""So many say that a broker is drained no more, or that a rebalancing was ended, before it is believed: another broker may be asked, which hears of it later."""
+"""So many say that a broker is drained no more, or is none any more, or that a rebalancing was ended, before it is believed: another broker may be asked, which hears of it later."""
 
 
 def copies_text(count: int) -> str:
@@ -123,18 +123,18 @@ async def _still_drained(client: felix.RegionClient, names: Sequence[str]) -> li
     """Brokers that this command drained. Raises RequestError where somebody has retired one meanwhile (NOT_FOUND), or let it have copies again (CONFLICT)."""
     for _ in range(LOOKS):
         state = await client.describe()
-        known = {each.broker for each in state.brokers}
-        if gone := [name for name in names if name not in known]:
-            raise RequestError(
-                f"{', '.join(gone)} is no broker of {state.region} any more: it was drained, and somebody retired it meanwhile, as `felix region scale` does.",
-                code=Code.NOT_FOUND,
-                hint="It has no copies. felix region status shows the region's brokers.",
-            )
-        found = [_of(state, name) for name in names]
-        if ended := [each.broker for each in found if not each.is_drained]:
-            await asyncio.sleep(LOOK_S)
-        else:
+        found = [each for each in state.brokers if each.broker in names]
+        gone = sorted({*names} - {each.broker for each in found})
+        ended = [each.broker for each in found if not each.is_drained]
+        if not gone and not ended:
             return found
+        await asyncio.sleep(LOOK_S)
+    if gone:
+        raise RequestError(
+            f"{', '.join(gone)} is no broker of {state.region} any more: it was drained, and somebody retired it meanwhile, as `felix region scale` does.",
+            code=Code.NOT_FOUND,
+            hint="It has no copies. felix region status shows the region's brokers.",
+        )
     raise RequestError(
         f"{', '.join(ended)} may have copies again: somebody ended the drain meanwhile, as with `felix region undrain`.",
         code=Code.CONFLICT,
@@ -514,9 +514,13 @@ async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> N
     async with connect(region, identity) as client:
         await _until(client, wait_ms, lambda state: sum(_is_alive(state, name) for name in names), "stop")
         known = {each.broker for each in (await client.describe()).brokers}
-        for name in names:
-            if name in known:
+        for name in (each for each in names if each in known):
+            try:
                 await client.retire_broker(name)
+            except RequestError as error:
+                # Another `felix region scale` was quicker, and the region is as this one was to leave it.
+                if error.code is not Code.NOT_FOUND:
+                    raise
 
 
 async def _standing(region: str, identity: str, names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -639,9 +639,12 @@ class RegionClient:
             found += page.caches
         return found
 
-    async def put_rights(self, identity: str, rights: Sequence[str]) -> None:
-        """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once."""
-        await self.connection.request(PutRights(identity, list(rights)))
+    async def put_rights(
+        self, identity: str, rights: Sequence[str], *, held: Sequence[str] | None = None
+    ) -> None:
+        """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once. `held`: what it had when these were chosen.
+        Raises RequestError(CONFLICT) where it has others by now."""
+        await self.connection.request(PutRights(identity, list(rights), None if held is None else list(held)))
 
     async def list_rights(self) -> dict[str, list[str]]:
         """All rights, by identity."""

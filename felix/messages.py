@@ -323,10 +323,12 @@ class Unsubscribe(Request["Done"], frozen=True, tag="unsubscribe"):
 
 
 class PutRights(Repeatable["Done"], frozen=True, tag="put_rights"):
-    """Replaces the rights of an identity; an empty list takes all of them away, at once."""
+    """Replaces the rights of an identity; an empty list takes all of them away, at once. `held`: only where it has these so far, or what is asked for
+    already; else CONFLICT."""
 
     identity: Name
     rights: list[Text]
+    held: list[Text] | None = None
 
 
 class ListRights(Repeatable["RightsPage"], frozen=True, tag="list_rights"):

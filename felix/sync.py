@@ -415,9 +415,10 @@ class SyncRegion(BlockingRegion):
         """The size of each cache at the broker that answers, and its counters since the broker serves it."""
         return Rows(self._background.call(self._inner.cache_traffic(prefix)))
 
-    def put_rights(self, identity: str, rights: Sequence[str]) -> None:
-        """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once."""
-        self._background.call(self._inner.put_rights(identity, rights))
+    def put_rights(self, identity: str, rights: Sequence[str], *, held: Sequence[str] | None = None) -> None:
+        """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once. `held`: what it had when these were chosen.
+        Raises RequestError(CONFLICT) where it has others by now."""
+        self._background.call(self._inner.put_rights(identity, rights, held=held))
 
     def list_rights(self) -> dict[str, list[str]]:
         """All rights, by identity."""

@@ -49,6 +49,7 @@ from region.cluster.problems import (
     living_copies,
     may_be_uneven,
     no_links,
+    placed_nowhere,
     survey,
     uneven_leaders,
     vacancy,
@@ -213,11 +214,16 @@ class Clustered:
     def not_leader(self, record: Stream, shard: int) -> NotLeaderError:
         """What a broker answers that does not serve a shard: who does, where somebody is known to."""
         leader = self.member.assignments.leader(record.incarnation, shard)
+        view, known = self.member.mirror.view, ShardId(record.incarnation, shard)
+        held = view.shards.get(known)
         if leader is None or not leader.address:
-            why = vacancy(self.member.mirror.view, ShardId(record.incarnation, shard))
+            nowhere = placed_nowhere(view) if held is None else None
+            why = nowhere.why if nowhere else vacancy(view, known)
             return NotLeaderError(
                 f"No broker leads shard {shard} of {record.name} at the moment{': ' if why else ''}{why}.",
-                hint="`felix region status` says how to go on."
+                hint=nowhere.way
+                if nowhere
+                else "`felix region status` says how to go on."
                 if why
                 else "Try again: a new stream is placed within a second. Else `felix region status` says what is wrong.",
                 retry_after_ms=RETRY_MS,
@@ -225,11 +231,16 @@ class Clustered:
             )
         if leader.broker == self.member.broker:
             refusal = self.member.refusal()
+            # A leader serves once what it was elected with is committed.
+            lacks = held is not None and len(held.isr) < held.min
+            waits = (
+                "not served yet: fewer copies are in sync than a record needs"
+                if lacks
+                else "about to be served here"
+            )
             return NotLeaderError(
-                f"Shard {shard} of {record.name} is about to be served here."
-                if refusal is None
-                else refusal.sentence,
-                hint="" if refusal is None else "`felix region status` says what is wrong.",
+                f"Shard {shard} of {record.name} is {waits}." if refusal is None else refusal.sentence,
+                hint="`felix region status` says what is wrong." if lacks or refusal is not None else "",
                 retry_after_ms=RETRY_MS,
                 stream=record.name,
                 epoch=leader.epoch,

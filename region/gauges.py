@@ -68,7 +68,7 @@ class BrokerGauges:
             "audit_cosigned_leaves": status.cosigned if copied else 0,
             "audit_pending_bytes": status.pending_bytes,
             "audit_failed": float(bool(status.failure)),
-            **self._governance.witnessing.gauges(),
+            **{name: value if copied else 0 for name, value in self._governance.witnessing.gauges().items()},
             "transactions_open": len(self._transactions.open),
             "transactions_open_limit": OPEN_MAX,
             "transactions_owed": self._transactions.owed_count,
@@ -143,6 +143,6 @@ class BrokerGauges:
                     values["message_ids"] = shard.message_ids
                     values["message_ids_limit"] = deduplication.ids_max
                     values["repeated_ids"] = counters.repeated_ids
-                values |= self._queues.gauges(stream.name, number)
+                values |= self._queues.gauges(stream, number)
                 found.append((str(stream.name), number, values))
         return found

@@ -1,4 +1,4 @@
-"""Which shards cannot leave a broker that is drained, because too few others may have their copies. Pure.
+"""Which shards cannot leave a broker that is drained, because too few others may have their copies; and which have too few brokers as it is. Pure.
 
 A shard goes on with one copy less where no other broker is left for it, but never with fewer than its `min` (transactions.move): what a move there would
 lead to is counted as the placement counts it.
@@ -6,7 +6,7 @@ lead to is counted as the placement counts it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Set
+from collections.abc import Container, Iterable, Set
 from typing import Final, NamedTuple
 
 from region.cluster.membership import place_of
@@ -19,7 +19,7 @@ SHOWN: Final = 3
 
 
 class Bound(NamedTuple):
-    """A shard that stays. `others`: how many brokers may have a copy, besides those that leave; `needed`: how many copies a commit needs."""
+    """A shard that has too few brokers. `others`: how many may have a copy, besides those that leave; `needed`: how many copies a commit needs."""
 
     shard: ShardId
     stream: str
@@ -41,6 +41,19 @@ def bound(view: ClusterView, leaving: Set[str], staying: Container[str] = ()) ->
         if leaving.isdisjoint(place) and len(_may_have(view, record, frozenset())) < needed:
             continue  # it stays already
         found.append(Bound(shard, record.stream, others, needed))
+    return found
+
+
+def short(view: ClusterView, shards: Iterable[ShardId]) -> list[Bound]:
+    """Of these shards those to which nothing is written whatever the copies that they have do: too few brokers may have one. Of a broker that is drained the copy
+    counts that it still has."""
+    found = []
+    for shard in shards:
+        record = view.shards[shard]
+        has = {*record.replicas, *record.target} & view.nodes.keys()
+        others = len(has.union(_may_have(view, record, frozenset())))
+        if others < record.min:
+            found.append(Bound(shard, record.stream, others, record.min))
     return found
 
 
@@ -79,19 +92,22 @@ def sentence(found: list[Bound]) -> str:
 
 
 def way_out(view: ClusterView, found: list[Bound], leaving: Set[str], region: str) -> str:
-    """What a person does first."""
+    """What a person does: before the brokers `leaving` are drained, where there are any."""
+    unusable = {broker for broker, node in view.nodes.items() if node.drain or broker not in view.alive}
     drained = sorted(drained_of(view) & view.alive.keys() - leaving)
-    away = sorted(broker for broker in view.nodes if broker not in view.alive and broker not in leaving)
-    needed = max(each.needed for each in found) + len(leaving | {*drained} | {*away})
+    # Of one that is drained, starting it is not enough.
+    away = sorted(unusable - view.alive.keys() - drained_of(view) - leaving)
+    needed = max(each.needed for each in found) + len(leaving | unusable)
+    first = " first" if leaving else ""
     ways = [
-        f"Have {needed} brokers first (felix region scale {needed} --region {region}, where all are on one machine)"
+        f"Have {needed} brokers{first} (felix region scale {needed} --region {region}, where all are on one machine)"
     ]
     if drained:
         ways.append(f"felix region undrain {drained[0]}")
     if away:
         ways.append(f"start {', '.join(away)}")
-    # The audit log has as many copies as it was made with.
-    if found[0].others and all(each.stream != str(AUDIT_STREAM) for each in found):
+    # The audit log has as many copies as it was made with. Of a stream that is not served nothing is altered.
+    if leaving and found[0].others and all(each.stream != str(AUDIT_STREAM) for each in found):
         fewer = f"--replicas {found[0].others} --min-in-sync {found[0].others}"
         ways.append(f"have fewer copies: felix stream alter {found[0].stream} {fewer}")
     return f"{', or '.join(ways)}."

@@ -94,7 +94,7 @@ class Survey(NamedTuple):
         problems = [
             *_frozen(view, region),
             *_led_by_nobody(self, region, None if is_out_of_date else ends),
-            *_below_min(view, self.shards, is_out_of_date=is_out_of_date),
+            *_below_min(view, self.shards, region, is_out_of_date=is_out_of_date),
             *away,
             *copies,
             *unreadable(view.unreadable),
@@ -171,6 +171,25 @@ def vacancy(view: ClusterView, shard: ShardId) -> str:
     if record is None or not transactions.leader_has_stopped(view, record) or _is_elected(view, record):
         return ""
     return transactions.reasons_vacant(view, shard)
+
+
+class Nowhere(NamedTuple):
+    """Why a new stream is placed on no broker, without an end, and what a person does."""
+
+    why: str
+    way: str
+
+
+def placed_nowhere(view: ClusterView) -> Nowhere | None:
+    """None where some broker may have copies, or comes alive by itself."""
+    alive, drained = sorted(view.alive), draining.drained_of(view)
+    if not alive or not drained.issuperset(alive):
+        return None
+    away = ", ".join(sorted(view.nodes.keys() - drained - view.alive.keys()))
+    return Nowhere(
+        "each broker that is alive is drained, and gets no copies",
+        f"`felix region undrain {alive[0]}` lets one have them again{', or start ' if away else ''}{away}.",
+    )
 
 
 def _is_elected(view: ClusterView, record: ShardRecord) -> bool:
@@ -279,13 +298,9 @@ def _led_by_nobody(survey: Survey, region: str, ends: Mapping[ShardId, Ends] | N
     if len(groups) > GROUPS_SHOWN:
         yield f"Nobody leads shards for {len(groups) - GROUPS_SHOWN:,} more reasons."
     new = [shard for shard in soon if shard.record is None]
-    alive = sorted(view.alive)
-    if new and alive and view.frozen is None and draining.drained_of(view).issuperset(alive):
+    if new and view.frozen is None and (nowhere := placed_nowhere(view)):
         soon = [shard for shard in soon if shard.record is not None]
-        yield (
-            f"Nobody leads {_named(new)}: each broker that is alive is drained, and gets no copies. "
-            f"`felix region undrain {alive[0]}` lets one have them again."
-        )
+        yield f"Nobody leads {_named(new)}: {nowhere.why}. {nowhere.way}"
     if soon and view.frozen is None:
         yield f"Nobody leads {_named(soon)} yet: a broker is about to."
     elif soon:
@@ -399,17 +414,24 @@ def _preference(
     return end is not None, rank, is_member, node.whole_since == 1, -order
 
 
-def _below_min(view: ClusterView, shards: Iterable[_Shard], *, is_out_of_date: bool) -> Iterator[str]:
-    found = [
-        (shard, record)
+def _below_min(
+    view: ClusterView, shards: Iterable[_Shard], region: str, *, is_out_of_date: bool
+) -> Iterator[str]:
+    found = {
+        shard.id: shard
         for shard in shards
         if (record := shard.record) is not None
         and len(record.isr) < record.min
         and not transactions.leader_has_stopped(view, record)
-    ]
+    }
+    short = draining.short(view, found)
+    if short:
+        named = _named([found.pop(each.shard) for each in short])
+        way = FROM_BEFORE if is_out_of_date else draining.way_out(view, short, frozenset(), region)
+        yield f"Nothing is written to {named}: {draining.sentence(short)}. {way}"
     if not found:
         return
-    away = sorted({broker for _, record in found for broker in record.replicas if broker not in view.alive})
+    away = sorted({broker for shard in found for broker in view.shards[shard].replicas} - view.alive.keys())
     way = (
         FROM_BEFORE
         if is_out_of_date
@@ -417,7 +439,7 @@ def _below_min(view: ClusterView, shards: Iterable[_Shard], *, is_out_of_date: b
         if away
         else "Their copies catch up, or wait for a disk, as is said below."
     )
-    yield f"Nothing is written to {_named([shard for shard, _ in found])}: fewer copies are in sync than a record needs. {way}"
+    yield f"Nothing is written to {_named([*found.values()])}: fewer copies are in sync than a record needs. {way}"
 
 
 def _away(view: ClusterView, *, is_out_of_date: bool) -> tuple[list[str], list[str]]:
@@ -471,7 +493,7 @@ def _copies(view: ClusterView, shards: Iterable[_Shard]) -> tuple[list[str], lis
         gone = tuple(sorted(broker for broker in without if broker not in nodes or not nodes[broker].drain))
         if gone:
             away[gone].append(shard)
-        else:
+        elif len(record.isr) >= record.min:  # else it is told as a problem
             drained[tuple(sorted(without))].append(shard)
     problems = [
         f"Too few copies while {_are(brokers)} not alive: {_named(found, _standing)}."

@@ -215,7 +215,7 @@ def drain(view: ClusterView, broker: str, *, on: bool) -> Transaction | Refusal:
     """
     node = view.nodes.get(broker)
     if node is None:
-        return Refusal(Reason.NOT_REGISTERED, f"Broker {broker} was never registered.")
+        return Refusal(Reason.NOT_REGISTERED, f"Broker {broker} was never registered, or was retired.")
     key = view.keys.node(broker)
     compared = sorted(view.nodes) if on else [broker]
     return Transaction(
@@ -229,7 +229,7 @@ def retire(view: ClusterView, broker: str) -> Transaction | Refusal:
     may not be alive."""
     keys = view.keys
     if broker not in view.nodes:
-        return Refusal(Reason.NOT_REGISTERED, f"Broker {broker} was never registered.")
+        return Refusal(Reason.NOT_REGISTERED, f"Broker {broker} was never registered, or was retired.")
     if broker in view.alive:
         return Refusal(Reason.STILL_ALIVE, f"Broker {broker} is alive on {view.alive[broker].host}.")
     named = [

@@ -368,15 +368,24 @@ class Catalog:
         value, _ = await self._swap(key, change)
         return decode(value, Rights, key).rights
 
-    async def set_rights(self, identity: SpiffeId, rights: Sequence[str]) -> tuple[str, ...]:
-        """Replace an identity's rights, also where what stands there cannot be read."""
+    async def set_rights(
+        self, identity: SpiffeId, rights: Sequence[str], held: Sequence[str] | None = None
+    ) -> tuple[str, ...]:
+        """Replace an identity's rights, also where what stands there cannot be read. `held`: raises RequestError(CONFLICT) where it has neither these nor `rights`."""
         new = canonical_rights(identity, rights)
-        await self._swap(self.keys.rights(identity), lambda _: encode(Rights(new)))
+
+        def change(entry: Entry | None) -> bytes:
+            _require_held(identity, entry, held, new)
+            return encode(Rights(new))
+
+        await self._swap(self.keys.rights(identity), change)
         return new
 
-    async def delete_rights(self, identity: SpiffeId) -> bool:
-        """Remove an identity's entry; False where there was none."""
-        return await self._remove(self.keys.rights(identity))
+    async def delete_rights(self, identity: SpiffeId, held: Sequence[str] | None = None) -> bool:
+        """Remove an identity's entry; False where there was none. `held`: as of `set_rights`."""
+        return await self._remove(
+            self.keys.rights(identity), lambda entry: _require_held(identity, entry, held, ())
+        )
 
     # Grants, revocations, denials
 
@@ -573,14 +582,34 @@ class Catalog:
             hint="Read it again before replacing it.",
         )
 
-    async def _remove(self, key: str) -> bool:
+    async def _remove(self, key: str, require: Callable[[Entry], None] = lambda _: None) -> bool:
+        """False where there is nothing. `require`: raises where what is there is not to go."""
         for _ in range(_SWAPS_MAX):
             entry = await self.store.get(key)
             if entry is None:
                 return False
+            require(entry)
             if (await self.store.transact([ModRevision(key, entry.mod_revision)], [Delete(key)])).succeeded:
                 return True
         raise _contended(key)
+
+
+def _require_held(
+    identity: SpiffeId, entry: Entry | None, held: Sequence[str] | None, new: tuple[str, ...]
+) -> None:
+    """Raises RequestError(CONFLICT) where an identity has neither the rights that a change was chosen by, nor those that it leads to. What cannot be read gives none,
+    as in `list_rights`."""
+    if held is None:
+        return
+    has: tuple[str, ...] = ()
+    with suppress(FelixError):
+        has = () if entry is None else decode(entry.value, Rights, entry.key).rights
+    if has not in (canonical_rights(identity, held), new):
+        raise RequestError(
+            f"The rights of {identity} were changed meanwhile.",
+            code=Code.CONFLICT,
+            hint="Read them again before replacing them.",
+        )
 
 
 def _no_stream(name: StreamName) -> RequestError:

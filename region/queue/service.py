@@ -455,16 +455,20 @@ class QueueService:
             for queue in self._queues.values()
         ]
 
-    def gauges(self, name: StreamName, number: int) -> dict[str, float]:
-        """Of one shard of an open queue, by name; nothing for others."""
-        queue = self._queues.get(name)
-        if queue is None or number >= len(queue.shards):
+    def gauges(self, stream: HostedStream, number: int) -> dict[str, float]:
+        """A shard's gauges, by name; none where the stream is no queue. Of one that is not open nothing more is known: what is done stands in its journal, which
+        is not read for figures."""
+        if stream.record.config.views.queue is None:
             return {}
+        queue = self._queues.get(stream.name)
+        if queue is None or number >= len(queue.shards):
+            return {"queue_open": 0}
         shard = queue.shards[number]
         state, now_ms = shard.state, self._broker.streams_ms()
         counts = state.counts
         left = state.left(shard.log.high_watermark)
         return {
+            "queue_open": 1,
             "queue_ready": left - sum(counts) + counts[Phase.READY],
             "queue_leased": counts[Phase.LEASED],
             "queue_delayed": counts[Phase.DELAYED],

@@ -347,9 +347,9 @@ class Requests:
             self._broker.refuse_reserved(str(right.pattern).partition("/")[0])
         rights = list(map(str, parsed))
         if rights:
-            await self._catalog.set_rights(identity, rights)
+            await self._catalog.set_rights(identity, rights, request.held)
         else:
-            await self._catalog.delete_rights(identity)
+            await self._catalog.delete_rights(identity, request.held)
         await self._in_force(identity)
         return Done()
 

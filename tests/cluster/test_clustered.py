@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cluster.samples import STREAM, shard_record, view_of
+from cluster.samples import STREAM, node, shard_record, view_of
 
 from felix.errors import UnavailableError
 from region.cluster.assignments import Assignments
@@ -95,6 +95,27 @@ def test_a_client_is_told_why_nobody_can_lead_a_shard() -> None:
     assert refused.sentence.endswith("at the moment: c is not alive.") and "says how to go on" in refused.hint
     soon = view_of({"a": 5, "c": 5}, {"a": 5}, {0: shard_record({"c": 5, "a": 5})})
     assert clustered(soon).not_leader(RECORD, 0).sentence.endswith("at the moment.")
+
+
+def test_a_shard_that_lacks_copies_is_not_said_to_be_served_soon() -> None:
+    for isr, told in (
+        ({"a": 5}, "fewer copies are in sync than a record needs."),
+        ({"a": 5, "b": 5}, "is about to be served here."),
+    ):
+        view = view_of(
+            {"a": 5, "b": 5}, shards={0: shard_record(isr, leader="a", replicas=("a", "b"), min=2)}
+        )
+        refused = clustered(view, refusal=lambda: None).not_leader(RECORD, 0)
+        assert refused.sentence.endswith(told) and bool(refused.hint) is ("fewer" in told)
+
+
+def test_whoever_publishes_to_a_new_stream_is_told_that_no_broker_may_have_it() -> None:
+    drained = {broker: node(drain=True) for broker in "ab"}
+    refused = clustered(view_of(drained | {"c": 5}, {"a": 5, "b": 5})).not_leader(RECORD, 0)
+    assert refused.sentence.endswith(": each broker that is alive is drained, and gets no copies.")
+    assert refused.hint == "`felix region undrain a` lets one have them again, or start c."
+    placed = clustered(view_of(drained | {"c": 5})).not_leader(RECORD, 0)
+    assert "placed within a second" in placed.hint
 
 
 def test_a_store_that_this_broker_alone_found_older_is_told_before_it_is_written_there() -> None:

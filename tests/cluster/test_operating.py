@@ -16,6 +16,7 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
 
 import felix
+from audit.submission import SubmissionStatus
 from cli.top import _Brokers
 from felix.errors import AddressInUseError, Code, RequestError
 from felix.messages import BrokerState, RegionState
@@ -431,8 +432,8 @@ async def test_a_broker_that_has_a_copy_of_the_audit_log_no_more_shows_none_of_i
     """What its disk has of it stays as it is: some of the newest leaves would never be cosigned there."""
     async with serving(tmp_path, etcd, count=4) as region:
 
-        def shown(broker: str) -> float:
-            return region.nodes[broker].gauges.values()["audit_leaves"]
+        def shown(broker: str, name: str = "audit_leaves") -> float:
+            return region.nodes[broker].gauges.values()[name]
 
         def copies() -> frozenset[str]:
             audit = region.clustered("b1").member.audit.stream
@@ -447,5 +448,12 @@ async def test_a_broker_that_has_a_copy_of_the_audit_log_no_more_shows_none_of_i
         left = next(broker for broker in sorted(had) if broker != home)
         await region.drain(left)
         await until(lambda: left not in copies() and all(shown(broker) == 1 for broker in copies()))
+        # As of an outside witness that has not cosigned the newest leaves.
+        behind = SubmissionStatus("witness.example/w1", "https://witness.example", 0, 9_000, 0, "")
+        for node in region.nodes.values():
+            node.services.governance.witnessing._submissions = type(
+                "One", (), {"status": lambda self: [behind]}
+            )()  # type: ignore[assignment]
         await until(lambda: shown(left) == 0)
+        assert {broker for broker in region.nodes if shown(broker, "audit_witness_lag_ms")} == copies()
         assert region.nodes[left].services.governance.trail.status().durable == 1

@@ -160,6 +160,45 @@ def test_a_shard_below_its_min_names_the_brokers_to_start() -> None:
     assert "Their copies catch up" in below
 
 
+def test_a_shard_below_its_min_for_want_of_brokers_says_so_and_what_to_do() -> None:
+    nodes = {"a": 5, "b": node(drain=True), "c": node(drain=True)}
+    alone = {0: shard_record({"a": 5}, replicas=("a",), min=2)}
+    (below,), remarks = seen(view_of(nodes, shards=alone))
+    assert not remarks, "it is not as it should be"
+    assert below == (
+        f"Nothing is written to {NAME} shard 0: {NAME} needs 2 copies and 1 broker may have one. Have 4 brokers (felix region scale 4 --region us-east, "
+        "where all are on one machine), or felix region undrain b."
+    )
+    # Retired they are no brokers to be undrained, and one that is away is to be started.
+    (below, *_) = seen(view_of({"a": 5, "d": 5}, {"a": 5}, alone)).problems
+    assert "1 broker may have one. Have 3 brokers (" in below and below.endswith("), or start d.")
+    # To start one that is drained is not enough; nor may it be started before it is known whether it lives.
+    away = view_of(nodes | {"b": 5}, {"a": 5}, alone)
+    assert seen(away).problems[0].endswith(", or start b.")
+    assert "That is from before" in survey(away, [stream()]).found("us-east", is_out_of_date=True).problems[0]
+    # Whoever has a copy keeps it while no other may have one; a move that is under way is waited for.
+    kept = {0: shard_record({"a": 5}, replicas=("a", "b"), min=2)}
+    assert seen(view_of(nodes, shards=kept)).problems[0].endswith("as is said below.")
+    assert seen(view_of(nodes, {"a": 5}, kept)).problems[0].endswith("Start b.")
+    going = {0: shard_record({"a": 5}, replicas=("a",), target=("a", "b"), min=2)}
+    assert seen(view_of(nodes, shards=going)).problems[0].endswith("as is said below.")
+
+
+def test_shards_below_their_min_are_told_by_what_is_to_be_done() -> None:
+    nodes = {"a": 5, "b": node(drain=True)}
+    view = view_of(
+        nodes,
+        {"a": 5},
+        {
+            0: shard_record({"a": 5}, replicas=("a",), min=2),
+            1: shard_record({"a": 5}, replicas=("a", "b"), min=2),
+        },
+    )
+    short, away, *_ = seen(view, shards=2).problems
+    assert short.startswith(f"Nothing is written to {NAME} shard 0: {NAME} needs 2 copies and 1 broker")
+    assert away.startswith(f"Nothing is written to {NAME} shard 1: fewer") and away.endswith("Start b.")
+
+
 def test_a_copy_that_cannot_be_opened_is_put_right_or_given_up_for_another_one() -> None:
     failed = shard_record({"a": 5}, leader="", failed={"a": 5})
     view = view_of(WHOLE, shards={0: failed})
@@ -191,7 +230,7 @@ def test_a_new_stream_waits_for_an_undrain_where_each_broker_that_is_alive_is_dr
     nodes = {"a": 5, "b": node(drain=True), "c": node(drain=True)}
     assert seen(view_of(nodes, {"b": 5, "c": 5})).problems[0] == (
         f"Nobody leads {NAME} shard 0: each broker that is alive is drained, and gets no copies. "
-        "`felix region undrain b` lets one have them again."
+        "`felix region undrain b` lets one have them again, or start a."
     )
     assert "a broker is about to" in seen(view_of(nodes)).problems[0]
 

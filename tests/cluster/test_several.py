@@ -11,7 +11,8 @@ import shutil
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -43,8 +44,8 @@ from cli.several import (
 from felix.address import Address
 from felix.backoff import BackoffPolicy
 from felix.client import RegionClient
-from felix.errors import RequestError, UnavailableError
-from felix.messages import RegionState
+from felix.errors import Code, RequestError, UnavailableError
+from felix.messages import BrokerState, RegionState
 from felix.names import StreamName
 from felix.profile import load_profile
 from felix.runtime.real import REAL
@@ -705,6 +706,51 @@ async def test_a_scale_says_at_once_that_another_one_took_back_the_broker_that_i
         said = await waiting
         assert said.code == 1
         assert "b3 will not start" in said.err and "was changed meanwhile" in " ".join(said.err.split())
+
+
+async def test_a_broker_that_one_answer_does_not_know_yet_is_not_taken_for_retired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one may come from a broker that has not heard of it, as where its member of etcd is slow."""
+    monkeypatch.setattr(operate, "LOOK_S", 0.0)
+    told: list[list[BrokerState]] = [[], [BrokerState("b4")], [BrokerState("b4", is_drained=True)]]
+
+    class Region:
+        async def describe(self) -> RegionState:
+            brokers = told[0] if len(told) == 1 else told.pop(0)
+            return RegionState("us-east", "acme", "b1", 0, {}, brokers=brokers)
+
+    (found,) = await operate._still_drained(Region(), ["b4"])  # type: ignore[arg-type]
+    assert found.is_drained
+    told[0] = []
+    with pytest.raises(RequestError, match="b4 is no broker of us-east any more"):
+        await operate._still_drained(Region(), ["b4"])  # type: ignore[arg-type]
+
+
+async def test_what_another_scale_has_retired_first_is_retired(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Region:
+        """As one that hears only later that b3 is retired."""
+
+        async def describe(self) -> RegionState:
+            return RegionState("us-east", "acme", "b1", 0, {}, brokers=[BrokerState("b3", "")])
+
+        async def retire_broker(self, broker: str) -> None:
+            asked.append(broker)
+            raise RequestError(f"Broker {broker} was never registered, or was retired.", code=answer)
+
+    @asynccontextmanager
+    async def connected(*_: object) -> AsyncIterator[Region]:
+        yield Region()
+
+    monkeypatch.setattr(operate, "connect", connected)
+    answer = Code.NOT_FOUND
+    await operate._gone("us-east", "", ["b3", "b4"], 1_000)
+    assert asked == ["b3"]
+    answer = Code.CONFLICT  # it has copies again, say
+    with pytest.raises(RequestError):
+        await operate._gone("us-east", "", ["b3"], 1_000)
 
 
 @pytest.mark.etcd

@@ -256,6 +256,14 @@ async def test_rights_are_checked_added_and_taken_away(catalog: Catalog) -> None
     assert await catalog.delete_rights(CLIENT) and not await catalog.delete_rights(CLIENT)
 
 
+async def test_rights_that_cannot_be_read_are_none_to_who_replaces_what_it_has_read(catalog: Catalog) -> None:
+    await catalog.store.transact([], [Put(catalog.keys.rights(CLIENT), b"{")])
+    with pytest.raises(RequestError, match="changed meanwhile"):
+        await catalog.set_rights(CLIENT, ["publish acme/ops/*"], ["publish acme/ops/crew"])
+    await catalog.set_rights(CLIENT, ["publish acme/ops/*"], [])
+    assert await catalog.rights(CLIENT) == ("publish acme/ops/*",)
+
+
 async def test_concurrent_changes_of_rights_lose_none(catalog: Catalog) -> None:
     await asyncio.gather(*(catalog.change_rights(CLIENT, add=[f"publish acme/ops/s{n}"]) for n in range(10)))
     assert len(await catalog.rights(CLIENT)) == 10

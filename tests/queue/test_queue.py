@@ -69,6 +69,26 @@ async def test_jobs_are_leased_and_gone_once_acknowledged(operator: felix.Region
     assert await jobs.lease(100) == []
 
 
+async def test_a_queue_that_nobody_has_leased_from_says_that_it_has_no_figures(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    await operator.create_queue(JOBS)
+    await operator.create_stream("acme/ops/crew")
+
+    def shown(name: str) -> dict[str, dict[str, float]]:
+        return {
+            stream: {each: value for each, value in values.items() if each.startswith("queue_")}
+            for stream, _, values in node.gauges.shards()
+            if stream == name
+        }
+
+    await operator.queue(JOBS).put(b"a")
+    assert shown(JOBS) == {JOBS: {"queue_open": 0}}
+    assert shown("acme/ops/crew") == {"acme/ops/crew": {}}
+    await operator.queue(JOBS).lease(1)
+    assert shown(JOBS)[JOBS]["queue_open"] == 1 and shown(JOBS)[JOBS]["queue_leased"] == 1
+
+
 async def test_a_consumer_gets_what_comes_with_key_and_headers(operator: felix.RegionClient) -> None:
     await operator.create_queue(JOBS, shards=3)
     jobs = operator.queue(JOBS)

@@ -9,6 +9,7 @@ import pytest
 from region_peer import client, encode_request, raw_peer, take, until
 
 import felix
+from cli.grants import add_right
 from felix import Code, RequestError
 from felix.messages import PutRights, Start, Subscribe
 from region.node import Node
@@ -59,6 +60,34 @@ async def test_an_operator_s_answer_means_that_it_holds(node: Node, operator: fe
             await operator.put_rights(SVC, [])
             with pytest.raises(RequestError):
                 await svc.describe_stream(CREW)
+
+
+async def test_of_two_who_change_the_same_rights_the_later_one_is_told(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    first, second = [f"subscribe {CREW}"], [f"publish {CREW}"]
+    await operator.put_rights(SVC, first, held=[])
+    await operator.put_rights(SVC, first, held=[])  # as where the answer was lost
+    for wanted in (second, []):
+        with pytest.raises(RequestError, match="changed meanwhile") as caught:
+            await operator.put_rights(SVC, wanted, held=[*second, f"observe {CREW}"])
+        assert caught.value.code is Code.CONFLICT
+    assert (await operator.list_rights())[SVC] == first
+    await operator.put_rights(SVC, [*first, *second], held=first)
+    await operator.put_rights(SVC, [], held=[*second, *first])
+    await operator.put_rights(SVC, [], held=first)
+    assert SVC not in await operator.list_rights()
+
+
+async def test_who_adds_a_right_beside_others_takes_none_of_theirs(
+    node: Node, operator: felix.RegionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of many `felix bridge allow` at once for one bridge."""
+    monkeypatch.setenv("FELIX_HOME", str(node.folder.root.parent))
+    bridge = "spiffe://us-east.acme/bridge/us-to-eu"
+    wanted = sorted(f"bridge-read acme/ops/s{number}" for number in range(8))
+    await asyncio.gather(*(add_right("us-east", bridge, right) for right in wanted))
+    assert (await operator.list_rights())[bridge] == wanted
 
 
 async def test_a_right_that_goes_while_a_start_is_looked_up(node: Node, operator: felix.RegionClient) -> None:
