@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,7 +251,10 @@ def make_secret(home: Path, secret: Path) -> None:
     """The secret as docs/kubernetes.md makes it, mounted with a mode that an agent refuses."""
     (command,) = [line for line in page_commands() if "create secret generic us-to-eu " in line]
     named = [word.partition("=")[2] for word in command.split() if word.startswith("--from-file=")]
-    assert len(named) == 6
+    (fetched,) = [
+        line.partition("-cf - ")[2].partition(" >")[0] for line in page_commands() if "-- tar " in line
+    ]
+    assert len(named) == 6 and sorted(named) == sorted(fetched.split())
     for name in named:
         copied = shutil.copy(home / name, secret)
         Path(copied).chmod(0o440)
@@ -260,6 +264,26 @@ def page_commands() -> list[str]:
     """What stands in blocks of docs/kubernetes.md, a command a line."""
     text = (DEPLOY.parent / "docs" / "kubernetes.md").read_text().replace("\\\n", " ")
     return [line for block in text.split("```")[1::2] for line in block.splitlines()[1:]]
+
+
+def test_what_the_page_adds_fits_the_pods_and_keeps_to_what_it_is_for() -> None:
+    text = (DEPLOY.parent / "docs" / "kubernetes.md").read_text()
+    blocks = [
+        textwrap.dedent(block.partition("\n")[2])
+        for block in text.split("```")[1::2]
+        if block.startswith("yaml")
+    ]
+    made = {each["metadata"]["name"]: each["spec"] for block in blocks for each in yaml.safe_load_all(block)}
+    broker, agent = pod("us-east"), pod("us-to-eu")
+    assert made.keys() == {"us-east-border", "border", "witness"}
+    assert made["us-east-border"]["selector"] == broker["labels"]
+    assert made["us-east-border"]["ports"] == of("Service")["spec"]["ports"]
+    assert made["border"]["podSelector"]["matchLabels"] == broker["labels"]
+    assert made["witness"]["podSelector"]["matchLabels"] == agent["labels"]
+    for name, way, direction in (("border", "from", "ingress"), ("witness", "to", "egress")):
+        (rule,) = made[name][direction]
+        assert [each["ipBlock"]["cidr"].endswith("/32") for each in rule[way]] == [True]
+        assert made[name]["policyTypes"] == [direction.capitalize()]
 
 
 def test_every_felix_command_of_the_page_is_one() -> None:
