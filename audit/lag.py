@@ -13,7 +13,7 @@ class Lag:
         self._mark: tuple[int, int] | None = None
 
     def update(self, now_ms: int, have: int, want: int) -> None:
-        """`have` and `want` in the same unit; both may only grow."""
+        """`have` and `want` in the same unit; `want` may only grow, and so does `have`, unless another thing is asked for from now on."""
         if self._mark is not None and have >= self._mark[1]:
             self._mark = None
         if self._mark is None and have < want:

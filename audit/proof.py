@@ -624,7 +624,8 @@ def ends_shown(
     if not found:
         raise TamperError(
             f"Leaf {index} of the proof is said to stand below the end of a key, and no trusted bundle names an end in this log "
-            "under which it does."
+            "under which it does.",
+            hint="A region has changed its keys since its bundle here was issued: give its current one. Or the proof was forged.",
         )
     return found
 

@@ -14,7 +14,7 @@ from policy.quantity import Duration
 
 
 class Quorum:
-    """Told now and then what is cosigned and how far the log is. `size` never falls."""
+    """Told now and then what is cosigned and how far the log is. `size` never falls under one policy."""
 
     def __init__(self, policy: WitnessPolicy, max_lag_ms: int) -> None:
         self.policy = policy
@@ -23,6 +23,12 @@ class Quorum:
         self._max_lag_ms = max_lag_ms
         self._lag = Lag()
         self._missing = ""
+
+    def take(self, policy: WitnessPolicy) -> None:
+        """Go by another policy from now on: the next update says how far the log has had its quorum. A leaf that was waited for before, and has
+        none by this policy either, has been waited for as long; one that had a quorum by the former policy alone, from that update on."""
+        self.policy = policy
+        self.size = 0
 
     def update(self, now_ms: int, cosigned: Iterable[SignedCheckpoint], durable: int) -> None:
         """`cosigned`: checkpoints with verified cosignatures; `durable`: leaves of the log. Any clock that does not go

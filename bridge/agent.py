@@ -171,9 +171,7 @@ class Agent:
         self._cosigning = Cosigning(
             self.context, self._endpoints, config.mesh, self._shown, self._check_receipts, self._reasons
         )
-        self._renewal = AgentRenewal(
-            config, self.paths, files, self._endpoints, self.context, quorum, self._reasons
-        )
+        self._renewal = AgentRenewal(config, base, self.paths, files, self._endpoints, self.context, quorum)
         self._egress = EgressLog(
             config,
             base,
@@ -539,7 +537,7 @@ class Agent:
             f"The witness {status.witness} is {status.lag_ms // 1000} s behind: {status.sentence or 'it does not answer'}"
             for status in behind
         ]
-        return " ".join([*said, *self._cosigning.troubles()])
+        return " ".join([*said, *self._cosigning.troubles(), *self._renewal.troubles()])
 
     def witnesses(self) -> list[SubmissionStatus]:
         """How far each outside witness is."""

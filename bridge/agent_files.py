@@ -1,6 +1,6 @@
 """What an agent reads from disk: its identity and keys, the bundles of the regions that it is to reach, the policy of a quorum.
 
-Read when it starts, and again to take what was renewed (bridge.renewal).
+Read when it starts, and again to take what was renewed or changed (bridge.renewal).
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 from audit.quorum import Quorum
 from audit.trust import RegionTrust
+from audit.witness_config import QuorumConfig
 from audit.witness_policy import WitnessPolicy
 from bridge.config import BridgeConfig, BridgePaths
+from bridge.pins import later_pin
 from felix.errors import Code, RequestError
 from felix.identity import Identity
 from felix.identity_file import load_identity
 from felix.names import SpiffeId, trust_domain
 from felix.profile import Profile
-from keys.bundle import RegionBundle, decode_bundle
+from keys.bundle import RegionBundle, SignedBundle, decode_bundle
 from keys.hybrid import HybridKeyPair
 from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
 from keys.post_quantum import MlDsaKey
@@ -32,6 +34,8 @@ class AgentFiles(NamedTuple):
     egress_key: SigningKey
     egress_ml_dsa_key: MlDsaKey | None
     bundles: dict[str, RegionBundle]
+    unpinned: tuple[str, ...]
+    """a sentence for each bundle's file in whose place the pin beside it counts"""
 
 
 def load_files(config: BridgeConfig, paths: BridgePaths) -> AgentFiles:
@@ -42,16 +46,28 @@ def load_files(config: BridgeConfig, paths: BridgePaths) -> AgentFiles:
         raise RequestError(
             f"{paths.identity} is of {identity.spiffe_id}; this bridge is {wanted}.", code=Code.CONFIG_INVALID
         )
-    bundles = {
-        region: _load_bundle(path, region, config.mesh)
-        for region, path in ((config.source, paths.bundle), *paths.trusted.items())
-    }
+    own = _load_bundle(paths.bundle, config.source, config.mesh).bundle
+    bundles, unpinned = {config.source: own}, list[str]()
+    for region, path in paths.trusted.items():
+        signed = _load_bundle(path, region, config.mesh)
+        pin = later_pin(path, signed, own)
+        bundles[region] = signed.bundle if pin is None else pin.bundle
+        if pin is not None:
+            unpinned.append(
+                f"{path} has another bundle of {region} than was compared last, which is pinned beside it and counts: take that one, or trust this one "
+                f"where the policy key of {config.source} is (felix region trust FILE --fingerprint …)."
+            )
     named = bool(config.egress_ml_dsa_key)
     ml_dsa_key = (
         load_ml_dsa_key(paths.egress_ml_dsa_key) if named or paths.egress_ml_dsa_key.exists() else None
     )
     return AgentFiles(
-        identity, load_key_pair(paths.handoff_key), load_signing_key(paths.egress_key), ml_dsa_key, bundles
+        identity,
+        load_key_pair(paths.handoff_key),
+        load_signing_key(paths.egress_key),
+        ml_dsa_key,
+        bundles,
+        tuple(unpinned),
     )
 
 
@@ -59,9 +75,14 @@ def load_quorum(config: BridgeConfig, base: Path, own: RegionBundle) -> Quorum:
     """The quorum that nothing crosses without. `own`: of the region whose log it is. Blocks. Raises RequestError."""
     wanted = config.require_quorum
     assert wanted is not None
+    return Quorum(load_policy(wanted, base, own), wanted.max_lag)
+
+
+def load_policy(wanted: QuorumConfig, base: Path, own: RegionBundle) -> WitnessPolicy:
+    """Its policy, as the file has it now. Blocks. Raises RequestError."""
     policy = wanted.load(base)
     check_quorum(policy, own)
-    return Quorum(policy, wanted.max_lag)
+    return policy
 
 
 def check_quorum(policy: WitnessPolicy, own: RegionBundle) -> None:
@@ -77,18 +98,19 @@ def check_quorum(policy: WitnessPolicy, own: RegionBundle) -> None:
             )
 
 
-def _load_bundle(path: Path, region: str, mesh: str) -> RegionBundle:
+def _load_bundle(path: Path, region: str, mesh: str) -> SignedBundle:
     try:
-        bundle = decode_bundle(path.read_bytes()).bundle
+        signed = decode_bundle(path.read_bytes())
     except OSError as error:
         raise RequestError(
             f"The bundle of {region} cannot be read from {path}: {error.strerror or error}.",
             code=Code.NOT_FOUND,
             hint="Have that region export its bundle, and trust it with `felix region trust`.",
         ) from error
+    bundle = signed.bundle
     if (bundle.region, bundle.mesh) != (region, mesh):
         raise RequestError(f"{path} is the bundle of {bundle.region}.{bundle.mesh}, not of {region}.{mesh}.")
-    return bundle
+    return signed
 
 
 def region_profile(

@@ -1,8 +1,7 @@
 """Pins: whose bundles the agent's own region goes by, as its operator compared and signed them on whichever machine.
 
 The region's brokers list them; the agent takes those that hold by the region's own bundle, and are later than what its machine has, into the folder
-where `felix region trust` would put them. So no pin gives way to an earlier one here either, whatever a broker lists, also over a restart. Where the folder
-cannot be written to, they count until the agent ends.
+where `felix region trust` would put them. So no pin gives way to an earlier one here either, whatever a broker lists, also over a restart, and where the bundle's file beside it is put back. Where the folder cannot be written to, they count until the agent ends.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from felix.connection import RegionConnection
 from felix.errors import FelixError
 from felix.files import PUBLIC, replace_file
 from felix.page import document_pages
-from keys.bundle import RegionBundle, SignedBundle, check_update, decode_bundle
-from keys.pin import SignedPin, decode_pin, decode_pins
+from keys.bundle import RegionBundle, SignedBundle, decode_bundle
+from keys.pin import UNCOMPARED, SignedPin, continues, decode_pin, decode_pins
 
 log = logging.getLogger("felix.bridge.pins")
 
@@ -96,10 +95,27 @@ class Pins:
     def _held(self, region: str, own: RegionBundle) -> SignedPin | None:
         if region in self._unkept:
             return self._unkept[region]
-        try:
-            return decode_pin(_beside(self._trusted[region]).read_bytes(), own)
-        except (OSError, FelixError):
-            return None
+        return _read(self._trusted[region], own)
+
+
+def later_pin(path: Path, signed: SignedBundle, own: RegionBundle) -> SignedPin | None:
+    """The pin beside the file at `path`, where that counts and not `signed`, which the file has: people compared another bundle, which `signed` does not follow. As a
+    broker goes by it, whoever put the file back (from a backup, or by a script that copies it at each start) or changed it. Of a region that nobody compared yet the
+    later bundle counts. Blocks. It writes nothing: `felix region trust` may be about to."""
+    pin = _read(path, own)
+    if pin is None or pin.bundle.region != signed.bundle.region or continues(pin.bundle, signed):
+        return None
+    if pin.pin.number == UNCOMPARED and signed.bundle.issued_ms > pin.bundle.issued_ms:
+        return None
+    return pin
+
+
+def _read(path: Path, own: RegionBundle) -> SignedPin | None:
+    """The pin beside a bundle's file; None where none holds."""
+    try:
+        return decode_pin(_beside(path).read_bytes(), own)
+    except (OSError, FelixError):
+        return None
 
 
 def _beside(path: Path) -> Path:
@@ -115,9 +131,6 @@ def _keep(pin: SignedPin, path: Path) -> None:
 def _is_followed(bundle: RegionBundle, path: Path) -> bool:
     """Whether the file has this bundle, or what may follow it without comparing."""
     try:
-        signed: SignedBundle = decode_bundle(path.read_bytes())
-        if signed.bundle != bundle:
-            check_update(bundle, signed)
+        return continues(bundle, decode_bundle(path.read_bytes()))
     except (OSError, FelixError):
         return False
-    return True

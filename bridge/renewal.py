@@ -1,5 +1,6 @@
 """What an agent read from disk is renewed while it runs: its identity, by its own region; the bundles of regions, as an operator puts them beside it, or pins
-them at the source region. Sessions are made anew with what changed. On the event loop. Caller: bridge.agent.
+them at the source region; the policy of the quorum that it waits for. Sessions are made anew with what changed. What cannot be taken leaves what was there in force, and keeps nothing
+else from being taken; it is logged once, and shown in the links' reports until it can. On the event loop. Caller: bridge.agent.
 """
 
 from __future__ import annotations
@@ -7,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from audit.quorum import Quorum
 from audit.trust import witnesses_of
-from bridge.agent_files import AgentFiles, check_quorum, load_files
+from bridge.agent_files import AgentFiles, check_quorum, load_files, load_policy
 from bridge.config import BridgeConfig, BridgePaths
 from bridge.endpoint import RegionEndpoint
 from bridge.link_context import LinkContext
 from bridge.pins import Pins, list_pins
-from bridge.reasons import Reasons
 from felix.errors import Code, FelixError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.link import Link
@@ -37,20 +38,22 @@ class AgentRenewal:
     def __init__(
         self,
         config: BridgeConfig,
+        base: Path,
         paths: BridgePaths,
         files: AgentFiles,
         endpoints: Mapping[str, RegionEndpoint],
         context: LinkContext,
         quorum: Quorum | None,
-        reasons: Reasons,
     ) -> None:
         self.files = files
         self._config = config
+        self._base = base
         self._paths = paths
         self._endpoints = endpoints
         self._context = context
         self._quorum = quorum
-        self._reasons = reasons
+        self._troubles: dict[str, str] = {}
+        """what of the files is not taken, and why"""
         self._pins = Pins(paths.trusted)
         self._pinned_as: Link | None = None
         """the session in which the source region was asked last whom it trusts"""
@@ -122,16 +125,27 @@ class AgentRenewal:
             await self._read_files_alone()
 
     async def _read_files_alone(self) -> None:
+        await self._take_policy()
+        held, source = self.files, self._config.source
         try:
             files = await asyncio.to_thread(load_files, self._config, self._paths)
-            newest = {region: self._pins.newest(region, bundle) for region, bundle in files.bundles.items()}
-            files = files._replace(bundles=newest)
-            if self._quorum is not None:
-                check_quorum(self._quorum.policy, files.bundles[self._config.source])
         except (FelixError, OSError) as error:
-            self._reasons.say("renewal", error)
+            self._say("files", f"What is in its folder now is not taken: {error}")
             return
-        held = self.files
+        self._troubles.pop("files", None)
+        if files.unpinned:
+            self._say("unpinned", " ".join(files.unpinned))
+        else:
+            self._troubles.pop("unpinned", None)
+        bundles = {region: self._pins.newest(region, bundle) for region, bundle in files.bundles.items()}
+        if self._quorum is not None:
+            try:
+                check_quorum(self._quorum.policy, bundles[source])
+                self._troubles.pop("bundle", None)
+            except FelixError as error:
+                self._say("bundle", f"The bundle of {source} that is in its folder now is not taken: {error}")
+                bundles[source] = held.bundles[source]
+        files = files._replace(bundles=bundles)
         for region, endpoint in self._endpoints.items():
             bundle = files.bundles[region]
             if files.identity.chain_pem != held.identity.chain_pem or bundle != held.bundles[region]:
@@ -139,7 +153,42 @@ class AgentRenewal:
                 endpoint.take_identity(files.identity, bundle)
         self.files = files
         self._context.identity = files.identity
-        if self._context.trail is not None:
-            self._context.trail.checkpoints.trust_witnesses(
-                witnesses_of(files.bundles.values(), self._config.source)
+        self._trust_witnesses()
+
+    async def _take_policy(self) -> None:
+        """The policy of the quorum, as its file has it now: what crosses from here on is held to that."""
+        wanted, quorum = self._config.require_quorum, self._quorum
+        if wanted is None or quorum is None:
+            return
+        own = self.files.bundles[self._config.source]
+        try:
+            policy = await asyncio.to_thread(load_policy, wanted, self._base, own)
+        except (FelixError, OSError) as error:
+            self._say(
+                "policy", f"The policy of require_quorum is not taken, and the former one counts: {error}"
             )
+            return
+        self._troubles.pop("policy", None)
+        if policy != quorum.policy:
+            quorum.take(policy)
+            self._trust_witnesses()
+            log.warning("the policy of require_quorum has changed; the quorum that it asks for now counts")
+
+    def _trust_witnesses(self) -> None:
+        """Whose cosignatures the egress log keeps."""
+        trail, quorum = self._context.trail, self._quorum
+        if trail is not None:
+            regions = witnesses_of(self.files.bundles.values(), self._config.source)
+            trail.checkpoints.trust_witnesses(
+                [*regions, *(quorum.policy.witness_keys if quorum is not None else ())]
+            )
+
+    def troubles(self) -> list[str]:
+        """What of the files is not taken, a sentence each."""
+        return list(self._troubles.values())
+
+    def _say(self, what: str, sentence: str) -> None:
+        """Once, as long as it stays so."""
+        if self._troubles.get(what) != sentence:
+            self._troubles[what] = sentence
+            log.warning("%s", sentence)

@@ -283,6 +283,8 @@ def verify(
             hints = (cosignature_hint(report, trust, cosignatures) for _, report in reports)
             for hint in dict.fromkeys(filter(None, hints)):
                 note(hint)
+        if bad and trust.regions:
+            note(_judged_by(trust))
     unheld = _of_other_logs(held, {report.origin for _, report in reports})
     for sentence in unheld:
         note(sentence)
@@ -292,6 +294,16 @@ def verify(
         raise typer.Exit(EXIT_FAILED)
     if not all(report.ok for _, report in reports):
         raise typer.Exit(EXIT_VERSION_1)
+
+
+def _judged_by(trust: Trust) -> str:
+    """Of when the bundles are that logs were verified by, which an auditor may have had for years."""
+    found = (trust.region(name).bundle for name in trust.regions)
+    issued = ", ".join(f"{bundle.region} of {iso(bundle.issued_ms)}" for bundle in found)
+    return (
+        f"Verified by the bundles of {issued}. What is signed or cosigned under a key that is newer than its region's bundle here does not verify: "
+        "where a region has changed its keys since, take its current one."
+    )
 
 
 def is_of_version_1(report: Report) -> bool:

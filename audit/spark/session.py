@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,8 @@ SHUFFLE_PARTITIONS_LOCAL: Final = 4
 CODE_CACHE_MIB: Final = 240
 """Of address space, as a JVM has it that compiles in all tiers. One that compiles lightly has 48 by default: a session fills them with
 its eighth report, and from then on drops compiled code and compiles it again."""
+NAMELESS: Final = "felix"
+"""Who runs a report for Spark and Hadoop, where the machine has no name for its user."""
 STOP_TIMEOUT_S: Final = 20.0
 """A JVM whose input closed ends within a second or two; one that hangs is killed."""
 LOG_TAIL_BYTES: Final = 4_096
@@ -123,6 +126,8 @@ def settings(
         "spark.driver.extraJavaOptions": f"-Duser.timezone=UTC -Djava.io.tmpdir={work} "
         f"-Dlog4j2.configurationFile={(work / 'log4j2.properties').as_uri()}",
     }
+    if not has_name():
+        chosen["spark.driver.extraJavaOptions"] += f" -Duser.home={work}"
     if is_local(master):
         chosen |= {
             "spark.driver.host": "127.0.0.1",
@@ -177,6 +182,16 @@ def quiet_gateway() -> Iterator[None]:
         root.removeFilter(is_not_its)
 
 
+def has_name() -> bool:
+    """Whether this machine's list of users names the one of this process. In a container often none does, and Java, which looks there and
+    nowhere else, has neither a name for Spark nor a home for its files: it does not start."""
+    try:
+        pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return True
+
+
 def _launch_environment(java_home: Path, master: str) -> dict[str, str]:
     search = [str(_source_root()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     chosen = {
@@ -192,6 +207,8 @@ def _launch_environment(java_home: Path, master: str) -> dict[str, str]:
     }
     if is_local(master):
         chosen["SPARK_LOCAL_IP"] = "127.0.0.1"
+    if not has_name():
+        chosen |= {name: os.environ.get(name, NAMELESS) for name in ("HADOOP_USER_NAME", "SPARK_USER")}
     return chosen
 
 

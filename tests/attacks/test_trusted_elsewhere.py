@@ -16,6 +16,8 @@ from slow_runs import only_slow
 from typer.testing import CliRunner, Result
 
 import bridge.renewal
+from bridge.agent_files import load_files
+from bridge.config import paths_of
 from bridge.pins import Pins
 from cli.exits import EXIT_UNAVAILABLE, exit_code
 from cli.form import Form
@@ -257,6 +259,34 @@ async def test_an_agent_takes_no_earlier_pin_and_none_that_its_region_did_not_si
     for found in (earlier, by_eu, b"{}", later.encode()):
         assert not Pins({"eu-west": path}).take({"eu-west": found}, own)
     assert decode_bundle(path.read_bytes()) == new
+
+
+async def test_a_bundle_that_is_put_back_beside_its_pin_counts_for_no_agent(machines: Machines) -> None:
+    """By a backup, or a script that copies the bundle of before at each start. The pin on the disk is no earlier than the brokers', so they give the agent nothing."""
+    mesh = machines.mesh
+    path, config = mesh.us.trusted / "eu-west.json", mesh.bridge_config()
+    former = path.read_bytes()
+    files = load_files(config, paths_of(config, mesh.us.root))
+    assert files.bundles["eu-west"] == decode_bundle(former).bundle and not files.unpinned
+    new = change_policy_key(mesh)
+    assert (await machines.compare(new)).exit_code == 0
+    assert (await machines.trust(on=mesh.us)).exit_code == 0
+    other = change_policy_key(mesh)  # later than what was compared, and compared by nobody
+    for put in (former, other.encode()):
+        path.write_bytes(put)
+        files = load_files(config, paths_of(config, mesh.us.root))
+        assert files.bundles["eu-west"] == new.bundle
+        (said,) = files.unpinned
+        assert str(path) in said and "felix region trust" in said
+    path.write_bytes(new.encode())
+    assert not load_files(config, paths_of(config, mesh.us.root)).unpinned
+    # Of what was trusted before there were pins the later bundle counts.
+    key = load_signing_key(machines.operator.policy_key)
+    uncompared = sign_pin(Pin(by="us-east", mesh="acme", number=UNCOMPARED, bundle=new), key)
+    mesh.us.pin("eu-west").write_bytes(uncompared.encode())
+    for put, counts in ((former, new), (other.encode(), other)):
+        path.write_bytes(put)
+        assert load_files(config, paths_of(config, mesh.us.root)).bundles["eu-west"] == counts.bundle
 
 
 async def test_pins_are_listed_to_agents_of_the_region_alone(machines: Machines) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import msgspec
 import pytest
 from audit_log import key, witness_signer
-from bridge_mesh import POLICIES, Mesh, flight, two_regions, until
+from bridge_mesh import BRIDGE, POLICIES, Mesh, flight, two_regions, until
 from witness_logs import serving
 
+import bridge.renewal
 from audit.note import VerifierKey
 from audit.trail import Trail
 from audit.witness_config import QuorumConfig, WitnessConfig
 from audit.witness_policy import WitnessPolicy
 from bridge.agent import Agent
 from felix.errors import RequestError
+from felix.files import PRIVATE, replace_file
 from felix.messages import DescribeRegion
+from felix.runtime.real import now_ms
 from keys.bundle import sign_bundle
 from keys.key_file import load_signing_key
 from policy.quantity import Duration
 from policy.residency import parse_policy, sign_policy
+from region.bootstrap import issue_identity
 from region.config import AuditConfig, load_config
 
 
@@ -164,8 +169,51 @@ async def test_a_quorum_of_the_own_region_is_refused(tmp_path: Path) -> None:
                 await Agent.start(config, mesh.us.root)
 
 
+async def test_a_changed_policy_counts_and_a_bad_one_leaves_the_former_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent runs on. Its witness is one that nobody has; then another region's."""
+    monkeypatch.setattr(bridge.renewal, "RENEW_S", 0.1)
+    stranger = witness_signer("witness.example/w1", seed=77).key
+    async with two_regions(tmp_path) as mesh:
+        path = mesh.us.root / "witnesses.policy"
+
+        def write(text: str) -> None:
+            replace_file(path, text.encode(), PRIVATE)
+
+        write(f"witness w {stranger}\nquorum w\n")
+        await mesh.create()
+        await mesh.grant()
+        quorum = QuorumConfig(policy=path.name, max_lag=Duration(4_000))
+        with caplog.at_level(logging.WARNING, "felix.bridge.renewal"):
+            async with mesh.agent(require_quorum=quorum) as agent:
+                await mesh.publish([flight(at) for at in range(10)])
+                await until(lambda: "no quorum" in agent.not_ready(), "it lets nothing cross")
+                own, theirs = (mesh.trust.region(name).witnesses[0] for name in ("us-east", "eu-west"))
+                bad = ("nonsense\n", f"witness w {own}\nquorum w\n", f"witness w {theirs}\n")
+                for text in bad:
+                    write(text)
+                    await until(lambda: "former one counts" in agent.links()[0].reason, "the status says it")
+                    assert "no quorum" in agent.not_ready()
+                    write(f"witness w {stranger}\nquorum w\n")
+                    await until(lambda: "former one counts" not in agent.links()[0].reason, "it is gone")
+                path.unlink()
+                await until(lambda: "does not exist" in agent.links()[0].reason, "also of no file")
+                told = [each.message for each in caplog.records if "former one counts" in each.message]
+                assert len(told) == len(set(told)) == len(bad) + 1, "each once"
+                write(f"witness w {theirs}\nquorum w\n")
+                await mesh.crossed(10)
+                await until(lambda: agent.not_ready() == "", "all of it is cosigned")
+                assert "former one" not in agent.links()[0].reason
+                # What a witness cosigns that was in no policy before counts from there on.
+                await mesh.publish([flight(at) for at in range(10)])
+                await mesh.crossed(20)
+                write(f"witness w {stranger}\nquorum w\n")
+                await until(lambda: "no quorum" in agent.not_ready(), "it is held to the stricter one")
+
+
 async def test_a_renewed_bundle_with_the_key_of_the_quorum_is_not_taken(tmp_path: Path) -> None:
-    """While the agent runs, its own region's bundle calls the outside witness's key one of its receipts' keys."""
+    """While the agent runs, its own region's bundle calls the outside witness's key one of its receipts' keys. All else that is renewed is taken."""
     outside = witness_signer("witness.example/w1", seed=77).key
     async with two_regions(tmp_path) as mesh:
         path = mesh.us.root / "outside.policy"
@@ -182,5 +230,9 @@ async def test_a_renewed_bundle_with_the_key_of_the_quorum_is_not_taken(tmp_path
                 await agent._renewal.renew()
                 is_taken = agent._renewal.files.bundles["us-east"] == changed
                 assert is_taken == (public != outside.public)
+                assert is_taken == (agent._renewal.troubles() == [])
+                renewed = issue_identity(mesh.us, load_config(mesh.us.config), "bridge", BRIDGE, now_ms())
+                await agent._renewal.renew()
+                assert agent._renewal.files.identity.chain_pem == renewed.chain_pem
         finally:
             await agent.stop()

@@ -8,6 +8,7 @@ from shutil import copytree
 import pytest
 from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, REGION_ORIGIN, egress_appends, key, region_bundle
 from crossing_logs import START_MS, write_log
+from msgspec.structs import replace
 from signed_grants import grant_leaves, paper_leaf, signed_grant, standing
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from audit.leaf import Side
 from audit.trust import Trust
 from cli.audit import to_report
 from cli.main import app
+from cli.output import iso
 from keys.bundle import sign_bundle
 from policy.grant import StandingAction
 
@@ -60,6 +62,19 @@ def test_a_log_that_was_changed_gets_no_advice_to_ask_for_less(folder: Path) -> 
     bundle.write_bytes(data)
     code, said = verify(folder, "changed", "us-east", "eu-west")
     assert code == 5 and "--cosignatures" not in said
+
+
+def test_a_log_that_does_not_verify_is_shown_with_the_age_of_the_bundles(folder: Path) -> None:
+    """An auditor's may be of before a change of keys: then a genuine log says that keys are none of a region's."""
+    newer = key(211)
+    changed = replace(region_bundle("us-east"), policy_keys=(newer.verify_key.public,))
+    (folder / "other-keys").write_bytes(sign_bundle(changed, newer).encode())
+    code, said = verify(folder, "own", "other-keys", "eu-west", cosignatures=0)
+    assert code == 5 and "none of us-east's policy keys" in said
+    issued = iso(changed.issued_ms)
+    assert f"us-east of {issued}" in said and "take its current one" in said
+    code, said = verify(folder, "own", "us-east", "eu-west", cosignatures=0)
+    assert code == 0 and "issued" not in said and f"of {issued}" not in said
 
 
 def test_a_log_that_verifies_gets_no_hint_and_one_closing_line(folder: Path) -> None:

@@ -6,8 +6,10 @@ The scripts of init containers are run as they stand, with this tree's `felix`. 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,8 +129,20 @@ def test_selectors_fit_their_pods() -> None:
         for volume in spec["volumes"]:
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
-    near = pod("report")["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
-    assert near["labelSelector"]["matchLabels"] == broker
+
+
+def test_the_report_runs_beside_the_broker_whose_volume_it_reads() -> None:
+    """Of several brokers, too: each has a volume of its own, on a node of its own."""
+    (near,) = pod("report")["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (claim,) = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod("report")["volumes"]
+        if volume.get("persistentVolumeClaim", {}).get("readOnly")
+    ]
+    (template,) = of("StatefulSet")["spec"]["volumeClaimTemplates"]
+    name = claim.removeprefix(f"{template['metadata']['name']}-")
+    assert near["labelSelector"]["matchLabels"] == {"statefulset.kubernetes.io/pod-name": name}
+    assert name == f"{of('StatefulSet')['metadata']['name']}-0"
 
 
 def test_the_bridge_alone_reaches_out() -> None:
@@ -163,7 +177,7 @@ def script(name: str, **paths: Path) -> str:
     return "".join(f"export {key}='{value}'\n" for key, value in paths.items()) + text
 
 
-def run(text: str, tmp_path: Path) -> None:
+def run(text: str, tmp_path: Path, *, code: int = 0) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FELIX_")}
     done = subprocess.run(
         ["/bin/sh", "-ec", text],
@@ -172,10 +186,10 @@ def run(text: str, tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
 
 
-def test_init_containers_found_a_region_once_and_give_the_agent_its_files_once(tmp_path: Path) -> None:
+def test_init_containers_found_a_region_once_and_give_the_agent_its_files(tmp_path: Path) -> None:
     write_felix(tmp_path / "bin")
     home = tmp_path / "volume" / "home"
     home.parent.mkdir()
@@ -188,23 +202,26 @@ def test_init_containers_found_a_region_once_and_give_the_agent_its_files_once(t
     root = (home / "us-east" / "bundle.json").read_bytes()
     run(script("us-east", FELIX_HOME=home), tmp_path)
     assert (home / "us-east" / "bundle.json").read_bytes() == root, "a region that is there stays"
-    # The secret as docs/kubernetes.md makes it, mounted read-only with a mode that an agent refuses.
     run(f"FELIX_HOME='{home}' felix identity issue us-to-eu --kind bridge --region us-east", tmp_path)
-    secret, agent = tmp_path / "secret", tmp_path / "agent"
+    (home / "us-east" / "trusted").mkdir(exist_ok=True)
+    shutil.copy(home / "us-east" / "bundle.json", home / "us-east" / "trusted" / "eu-west.json")
+    secret, agent, mounted = tmp_path / "secret", tmp_path / "agent", tmp_path / "mounted"
+    shutil.copytree(BASE / "agent", mounted)
+    (mounted / "witnesses.policy").write_text("quorum none\n")
+    files = script("us-to-eu", AGENT=agent, CONFIG=mounted, SECRET=secret)
     secret.mkdir()
-    for file in (home / "us-east" / "identities").glob("us-to-eu.*"):
-        shutil.copy(file, secret)
-    for name in ("bundle.json", "eu-west.json"):
-        shutil.copy(home / "us-east" / "bundle.json", secret / name)
-    for file in secret.iterdir():
-        file.chmod(0o440)
-    files = script("us-to-eu", AGENT=agent, CONFIG=BASE / "agent", SECRET=secret)
+    run(files, tmp_path, code=1)  # the secret is optional, and not there yet
+    make_secret(home, secret)
     run(files, tmp_path)
     paths = paths_of(load_config(agent / "bridge.yaml"), agent)
     for path in (paths.identity, paths.egress_key, paths.egress_ml_dsa_key, paths.handoff_key):
-        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.is_file()
+    # A second start is by the same user, who may write where it wrote: not so where a copy had the secret's mode, 0440.
+    for path in agent.rglob("*"):
+        assert path.is_dir() or path.stat().st_mode & 0o777 == 0o600, path
     assert decode_bundle(paths.bundle.read_bytes()).bundle.region == "us-east"
     assert paths.trusted["eu-west"].is_file()
+    assert (agent / "witnesses.policy").is_file(), "what bridge.yaml names beside itself"
     assert (
         Path("/var/lib/felix")
         in paths_of(
@@ -214,6 +231,71 @@ def test_init_containers_found_a_region_once_and_give_the_agent_its_files_once(t
     paths.identity.write_text("renewed")
     run(files, tmp_path)
     assert paths.identity.read_text() == "renewed", "an identity that the agent has renewed stays"
+    # The secret is deleted after the first start; a later one has new bundles alone.
+    (volume,) = [each["secret"] for each in pod("us-to-eu")["volumes"] if "secret" in each]
+    assert volume["optional"], "else no pod starts again once it is gone"
+    for file in secret.iterdir():
+        file.unlink()
+    run(files, tmp_path)
+    (secret / "eu-west.json").write_text("newer")
+    run(files, tmp_path)
+    assert paths.trusted["eu-west"].read_text() == "newer"
+    assert paths.bundle.read_bytes() == root_of(home), "what the secret has no more stays"
+
+
+def root_of(home: Path) -> bytes:
+    return (home / "us-east" / "bundle.json").read_bytes()
+
+
+def make_secret(home: Path, secret: Path) -> None:
+    """The secret as docs/kubernetes.md makes it, mounted with a mode that an agent refuses."""
+    (command,) = [line for line in page_commands() if "create secret generic us-to-eu " in line]
+    named = [word.partition("=")[2] for word in command.split() if word.startswith("--from-file=")]
+    (fetched,) = [
+        line.partition("-cf - ")[2].partition(" >")[0] for line in page_commands() if "-- tar " in line
+    ]
+    assert len(named) == 6 and sorted(named) == sorted(fetched.split())
+    for name in named:
+        copied = shutil.copy(home / name, secret)
+        Path(copied).chmod(0o440)
+
+
+def page_commands() -> list[str]:
+    """What stands in blocks of docs/kubernetes.md, a command a line."""
+    text = (DEPLOY.parent / "docs" / "kubernetes.md").read_text().replace("\\\n", " ")
+    return [line for block in text.split("```")[1::2] for line in block.splitlines()[1:]]
+
+
+def test_what_the_page_adds_fits_the_pods_and_keeps_to_what_it_is_for() -> None:
+    text = (DEPLOY.parent / "docs" / "kubernetes.md").read_text()
+    blocks = [
+        textwrap.dedent(block.partition("\n")[2])
+        for block in text.split("```")[1::2]
+        if block.startswith("yaml")
+    ]
+    made = {each["metadata"]["name"]: each["spec"] for block in blocks for each in yaml.safe_load_all(block)}
+    broker, agent = pod("us-east"), pod("us-to-eu")
+    assert made.keys() == {"us-east-border", "border", "witness"}
+    assert made["us-east-border"]["selector"] == broker["labels"]
+    assert made["us-east-border"]["ports"] == of("Service")["spec"]["ports"]
+    assert made["border"]["podSelector"]["matchLabels"] == broker["labels"]
+    assert made["witness"]["podSelector"]["matchLabels"] == agent["labels"]
+    for name, way, direction in (("border", "from", "ingress"), ("witness", "to", "egress")):
+        (rule,) = made[name][direction]
+        assert [each["ipBlock"]["cidr"].endswith("/32") for each in rule[way]] == [True]
+        assert made[name]["policyTypes"] == [direction.capitalize()]
+
+
+def test_every_felix_command_of_the_page_is_one() -> None:
+    called = [
+        words[at + 1 :]
+        for words in (shlex.split(line, comments=True) for line in page_commands())
+        for at, word in enumerate(words)
+        if word in ("felix", FELIX)
+    ]
+    assert len(called) >= 4
+    for words in called:
+        check_words(words)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not at hand")

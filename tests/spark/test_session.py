@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import subprocess
 import sys
 import zipfile
@@ -17,6 +18,7 @@ from slow_runs import only_slow
 from audit.spark.session import (
     SHIPPED_PACKAGES,
     SparkStartError,
+    _launch_environment,
     default_master,
     is_local,
     open_session,
@@ -55,6 +57,27 @@ def test_a_local_session_listens_on_loopback_alone(tmp_path: Path) -> None:
     assert chosen["spark.driver.bindAddress"] == chosen["spark.driver.host"] == "127.0.0.1"
     assert chosen["spark.ui.enabled"] == chosen["spark.eventLog.enabled"] == "false"
     assert chosen["spark.sql.session.timeZone"] == "UTC"
+
+
+def test_a_user_whom_the_machine_does_not_name_has_a_name_and_a_home_for_spark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, where the process runs under a number alone: Java has `?` for a home then, and Spark does not start."""
+    for name in ("HADOOP_USER_NAME", "SPARK_USER"):
+        monkeypatch.delenv(name, raising=False)
+    home = f"-Duser.home={tmp_path}"
+    assert home not in settings("local[2]", tmp_path)["spark.driver.extraJavaOptions"].split()
+    assert "SPARK_USER" not in _launch_environment(tmp_path, "local[2]")
+
+    def nobody(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert home in settings("local[2]", tmp_path)["spark.driver.extraJavaOptions"].split()
+    chosen = _launch_environment(tmp_path, "local[2]")
+    assert chosen["HADOOP_USER_NAME"] == chosen["SPARK_USER"] == "felix"
+    monkeypatch.setenv("HADOOP_USER_NAME", "reports")
+    assert _launch_environment(tmp_path, "local[2]")["HADOOP_USER_NAME"] == "reports"
 
 
 def test_a_cluster_keeps_its_own_addresses_and_partitions(tmp_path: Path) -> None:
