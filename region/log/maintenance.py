@@ -45,6 +45,7 @@ from region.log.shared_offload import (
     waiting,
 )
 from region.log.states import State
+from region.log.store_calls import ended_by
 
 log = logging.getLogger(__name__)
 
@@ -454,14 +455,21 @@ class Maintenance:
     ) -> _T:
         """Do `work` in a thread of `pool`; `end` ends it early. `failed` is told where it is worth another attempt. `is_shared`: damage that it
         finds stops nothing: it is the store's, or is repaired from another copy."""
+
+        def within() -> _T:
+            with ended_by(end):
+                return work()
+
         try:
-            under_way = self._loop.run_in_executor(pool, work)
+            under_way = self._loop.run_in_executor(pool, within)
             try:
                 return await asyncio.shield(under_way)
             except asyncio.CancelledError:
                 # The thread still has the folder: nobody may close it before it is done.
                 end.set()
                 await asyncio.wait([under_way])
+                # That it ended early is nothing to tell.
+                _ = under_way.cancelled() or under_way.exception()
                 raise
         except WorkEndedError:
             raise

@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 
 from felix.errors import CorruptionError, RequestError, UnavailableError
+from felix.lazy_event import LazyThreadEvent
 from felix.storage.port import Files
 from region.log import fsspec_store as store
 from region.log.disk import DiskLog
@@ -44,6 +45,7 @@ from region.log.offload import (
 )
 from region.log.offloader import delete_object, differs, upload
 from region.log.segment_state import SegmentState
+from region.log.store_calls import ended_by
 
 UPLOADS_PER_LIST: Final = 16
 """Segments of one turn: what a leader that fails has uploaded in vain, and how often a list is written."""
@@ -77,16 +79,22 @@ class SharedLists:
     key; nothing is opened, let alone deleted, that is not tagged and below the shard's own place.
     """
 
-    def __init__(self, place: str, tag: Callable[[str, bytes], bytes]) -> None:
-        """`place`: the shard's, below any store (directory.shard_place). `tag`: as region.log.seal.LogSeal has it."""
+    def __init__(
+        self, place: str, tag: Callable[[str, bytes], bytes], end: LazyThreadEvent | None = None
+    ) -> None:
+        """`place`: the shard's, below any store (directory.shard_place). `tag`: as region.log.seal.LogSeal has it. Once `end` is set, nothing is read any
+        more."""
         self._place = place
+        self._end = end or LazyThreadEvent()
         self._tag = tag
 
     def read(self, pointer: ListPointer | None) -> OffloadList:
         """The list in force; an empty one where there is none yet. Raises UnavailableError, CorruptionError, ForgedListError, ReplacedListError, and
         as `tag`."""
-        if pointer is None:
-            return OffloadList()
+        with ended_by(self._end):
+            return OffloadList() if pointer is None else self._read(pointer)
+
+    def _read(self, pointer: ListPointer) -> OffloadList:
         self._check_url(pointer.url)
         if not hmac.compare_digest(pointer.tag.encode(), self._tag(TAG, pointer.tagged).hex().encode()):
             raise _forged(self._place, "it does not carry the tag of a broker that has the stream's key")
