@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
@@ -18,10 +18,10 @@ class HangingFiles(MemoryFileSystem):  # type: ignore[misc]
     """What is in `held` does not come back before it is taken out again: of all objects, or of those whose path has this in it."""
 
     protocol = SCHEME
-    store: dict[str, Any] = {}  # noqa: RUF012
-    pseudo_dirs = [""]  # noqa: RUF012
-    held: dict[str, str] = {}  # noqa: RUF012
-    waiting: Counter[str] = Counter()
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    held: ClassVar[dict[str, str]] = {}
+    waiting: ClassVar[Counter[str]] = Counter()
     changed = threading.Condition()
 
     @classmethod

@@ -26,6 +26,7 @@ from felix.errors import CorruptionError, RequestError, UnavailableError
 from felix.lazy_event import LazyThreadEvent
 from felix.storage.port import Files
 from region.log import fsspec_store as store
+from region.log.compactor import WorkEndedError
 from region.log.disk import DiskLog
 from region.log.epochs import EpochStart
 from region.log.offload import (
@@ -166,12 +167,19 @@ def upload_segments(
     epochs: Sequence[EpochStart],
     pace: store.Pace,
     tag: TagOf,
-) -> list[Offloaded]:
-    """Step 2. Raises as `offloader.upload`."""
-    return [
-        upload(files, one, object_url(base, object_name(one.base_offset, epoch)), tuple(epochs), pace, tag)
-        for one in segments
-    ]
+) -> tuple[list[Offloaded], UnavailableError | None]:
+    """Step 2. What was uploaded, and what the store said that took no more: of one that fails now and then, each turn has what it did take. Raises
+    as `offloader.upload` for all else."""
+    entries: list[Offloaded] = []
+    for one in segments:
+        url = object_url(base, object_name(one.base_offset, epoch))
+        try:
+            entries.append(upload(files, one, url, tuple(epochs), pace, tag))
+        except WorkEndedError:
+            raise
+        except UnavailableError as error:
+            return entries, error
+    return entries, None
 
 
 def delete_unlisted(before: OffloadList, old: ListPointer | None, now: OffloadList) -> int:

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ from urllib.parse import urlsplit
 from felix.errors import UnavailableError
 from felix.lazy_event import LazyThreadEvent
 from region.log.compactor import WorkEndedError
+
+log = logging.getLogger("felix.region.log")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -101,7 +104,22 @@ def store_of(url: str) -> str:
     """Which store an object is of, as far as that says which ones fail together."""
     parts = urlsplit(url)
     local_parts = () if parts.netloc else parts.path.strip("/").split("/")[:LOCAL_PARTS]
-    return "/".join((f"{parts.scheme}://{parts.netloc}", *local_parts))
+    # What stands before an @ may be a secret.
+    return "/".join((f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", *local_parts))
+
+
+def silent_stores() -> list[str]:
+    """The stores that this process waits for, sorted."""
+    with _lock:
+        return sorted(_silent)
+
+
+def silence_problems() -> list[str]:
+    """What that means, in one line each."""
+    return [
+        f"The store {store} takes what it is asked and does not answer: segments wait to be copied there, and records that are only there cannot be read. It is asked again by itself."
+        for store in silent_stores()
+    ]
 
 
 def changes_below(url: str) -> bool:
@@ -209,6 +227,9 @@ def _falls_silent(store: str, probe: Callable[[], object]) -> None:
         if store in _silent:
             return
         answered = _silent[store] = Event()
+    log.warning(
+        "%s has not answered for %.0f s: it is asked nothing until it answers a probe", store, STALLED_S
+    )
     Thread(target=_ask, args=(store, probe, answered), name="log-store-probe", daemon=True).start()
 
 
@@ -217,6 +238,7 @@ def _answers(store: str) -> None:
         answered = _silent.pop(store, None)
     if answered is not None:
         answered.set()
+        log.info("%s answers again", store)
 
 
 def _ask(store: str, probe: Callable[[], object], answered: Event) -> None:
