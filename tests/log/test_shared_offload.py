@@ -568,7 +568,7 @@ async def test_a_store_that_fails_now_and_then_is_given_each_segment_once(
     assert closed > 6
     async with leading(log, record, place) as shard:
         now_ms, failed = 0, 0
-        while shard.offload_due(now_ms):
+        while shard.offload_due(now_ms) and failed < closed:
             with suppress(UnavailableError):
                 await shard.offload(now_ms, place)
                 failed -= 1
