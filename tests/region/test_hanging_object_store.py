@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import hanging_store
+import hanging_object_store
 import pytest
-from hanging_store import HangingFiles, hanging
+from hanging_object_store import HangingFiles, hanging
 from region_home import running
 from region_peer import client, until
 
@@ -53,9 +53,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(stream_settings, "OFFLOADED_SEGMENTS", SegmentLimits(segment_bytes_max=3_000))
     monkeypatch.setattr(node_module, "OFFLOAD_CHECK_S", 0.05)
     monkeypatch.setattr(node_module, "OFFLOAD_CHECKS_PER_DELETION", 2)
-    hanging_store.clear()
+    hanging_object_store.clear()
     yield
-    hanging_store.clear()
+    hanging_object_store.clear()
 
 
 @pytest.mark.parametrize("call", ["makedirs", "write", "body", "read"])
@@ -84,7 +84,7 @@ async def test_a_store_that_hangs_holds_up_no_other_one_no_deletion_and_no_stop(
     async with running(folder, data=data, storage=storage) as node, client(folder) as region:
         await until(lambda: shard_of(node, AGAIN).offload_waiting_bytes == 0)
         await region.delete_stream(AGAIN)
-        await until(lambda: not hanging_store.objects())
+        await until(lambda: not hanging_object_store.objects())
 
 
 async def test_of_two_stores_one_hangs_and_the_other_one_is_used(
