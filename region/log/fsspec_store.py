@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -210,7 +210,8 @@ def _settle(files: Any, path: str) -> None:
 def get_bytes(url: str, most: int = SMALL_BYTES_MAX) -> bytes:
     """A small object. Of one that has more than `most` bytes, no more than one beyond is read."""
     with _reaching(url) as place:
-        found: bytes = place.do(place.files.cat_file, place.path, 0, most + 1)
+        do = place.do if most <= SMALL_BYTES_MAX else place.call.do_whole
+        found: bytes = do(place.files.cat_file, place.path, 0, most + 1)
         return found
 
 
@@ -230,9 +231,10 @@ def get_file(files: Files, url: str, target: Path, pace: Pace = no_pace) -> Dige
     digest, size = hashlib.sha256(), 0
     descriptor = files.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        for chunk in _chunks(url, pace):
-            digest.update(chunk)
-            size = write_all(files, descriptor, (chunk,), size)
+        with closing(_chunks(url, pace)) as chunks:
+            for chunk in chunks:
+                digest.update(chunk)
+                size = write_all(files, descriptor, (chunk,), size)
     finally:
         files.close(descriptor)
     return Digest(size, digest.hexdigest())
@@ -241,13 +243,14 @@ def get_file(files: Files, url: str, target: Path, pace: Pace = no_pace) -> Dige
 def digest_of(url: str, pace: Pace = no_pace) -> Digest:
     """Read an object and say what it is."""
     digest, size = hashlib.sha256(), 0
-    for chunk in _chunks(url, pace):
-        digest.update(chunk)
-        size += len(chunk)
+    with closing(_chunks(url, pace)) as chunks:
+        for chunk in chunks:
+            digest.update(chunk)
+            size += len(chunk)
     return Digest(size, digest.hexdigest())
 
 
-def _chunks(url: str, pace: Pace) -> Iterator[bytes]:
+def _chunks(url: str, pace: Pace) -> Generator[bytes, None, None]:
     with (
         _reaching(url) as place,
         place.call.opened(lambda: place.files.open(place.path, "rb", block_size=4 * CHUNK_BYTES)) as reader,
@@ -274,9 +277,9 @@ def list_names(url: str) -> list[str]:
             raise UnavailableError("an earlier call that changes what is there has not come back")
         files, path = place.files, place.path
         try:
-            found = place.do(files.ls, path, detail=False, refresh=True)
+            found = place.call.do_whole(files.ls, path, detail=False, refresh=True)
         except FileNotFoundError:
             return []
         except TypeError:
-            found = place.do(files.ls, path, detail=False)
+            found = place.call.do_whole(files.ls, path, detail=False)
         return sorted(str(each).rstrip("/").rpartition("/")[2] for each in found)

@@ -31,7 +31,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STALLED_S: Final = 60.0
-"""A step moves 5 MiB at most, but for lists: a store that takes longer than this for it is of no use."""
+"""A step moves 5 MiB at most: a store that takes longer than this for it is of no use."""
+WHOLE_S: Final = 300.0
+"""The same of a step that takes all there is: the names of 300,000 objects, page by page, or a list of 64 MiB."""
 LOOK_S: Final = 0.25
 """How often a thread that waits for a step looks whether its work is still wanted."""
 PROBE_S: Final = 10.0
@@ -153,16 +155,23 @@ class StoreCall:
 
     def do(self, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """What a step gives, or raises. Raises UnavailableError where it does not come back, WorkEndedError where nobody waits for it any more."""
+        return self._within(STALLED_S, partial(step, *args, **kwargs))
+
+    def do_whole(self, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same, of a step that takes all there is."""
+        return self._within(WHOLE_S, partial(step, *args, **kwargs))
+
+    def _within(self, limit_s: float, step: Callable[[], T]) -> T:
         worker: _Worker | None = getattr(_mine, "worker", None)
         if worker is None:
             worker = _mine.worker = _Worker()
-        worker.steps.put(partial(step, *args, **kwargs))
+        worker.steps.put(step)
         waited_s = 0.0
         while True:
             try:
-                answer = worker.answers.get(timeout=min(LOOK_S, STALLED_S))
+                answer = worker.answers.get(timeout=min(LOOK_S, limit_s))
             except Empty:
-                waited_s += min(LOOK_S, STALLED_S)
+                waited_s += min(LOOK_S, limit_s)
             except BaseException:
                 # As of a person who interrupts a command.
                 self._leave(worker)
@@ -175,9 +184,9 @@ class StoreCall:
             if _is_over():
                 self._leave(worker)
                 raise WorkEndedError
-            if waited_s >= STALLED_S:
+            if waited_s >= limit_s:
                 self._leave(worker)
-                _falls_silent(self._store, self._probe)
+                _falls_silent(self._store, self._probe, limit_s)
                 raise _stalled(self._store)
 
     @contextmanager
@@ -218,17 +227,17 @@ class StoreCall:
 
 def _stalled(store: str) -> UnavailableError:
     return UnavailableError(
-        f"{store} took what it was asked and has not answered for {STALLED_S:.0f} s; it is asked again once it answers a probe"
+        f"{store} took what it was asked and does not answer; it is asked again once it answers a probe"
     )
 
 
-def _falls_silent(store: str, probe: Callable[[], object]) -> None:
+def _falls_silent(store: str, probe: Callable[[], object], waited_s: float) -> None:
     with _lock:
         if store in _silent:
             return
         answered = _silent[store] = Event()
     log.warning(
-        "%s has not answered for %.0f s: it is asked nothing until it answers a probe", store, STALLED_S
+        "%s has not answered for %.0f s: it is asked nothing until it answers a probe", store, waited_s
     )
     Thread(target=_ask, args=(store, probe, answered), name="log-store-probe", daemon=True).start()
 

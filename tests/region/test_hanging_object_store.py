@@ -133,7 +133,7 @@ async def test_readers_of_old_records_are_told_that_the_store_hangs_and_go_on_on
                 with pytest.raises(UnavailableError) as told:
                     async with asyncio.timeout(10):
                         await shard.read(0, 1_000)
-                assert told.value.code is Code.UNAVAILABLE and "has not answered" in told.value.sentence
+                assert told.value.code is Code.UNAVAILABLE and "does not answer" in told.value.sentence
             (problem,) = (await region.describe()).alarms
             assert problem.startswith("The store hanging://store takes what it is asked and does not answer")
             assert silent_stores() == ["hanging://store"]
