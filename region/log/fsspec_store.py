@@ -160,6 +160,8 @@ def _failed(url: str, why: str, hint: str = "") -> UnavailableError:
 
 def _ask_for(url: str) -> None:
     files, path = fsspec.core.url_to_fs(url)
+    # What it said once is no answer.
+    files.invalidate_cache()
     files.info(path)
 
 
