@@ -32,7 +32,7 @@ from region.log.directory import (
 from region.log.fsspec_store import check_url, list_names
 from region.log.inspect import DamageLine, EntryLine, inspect_entries
 from region.log.offload import object_url
-from region.log.offloader import History, Restoration, check_object, is_lost
+from region.log.offloader import Gap, History, Restoration, check_object, is_lost
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, decode_segment_header
 from region.log.verify import ShardVerdict, shard_bytes, verify_shard
 from region.streams.sealing import KeyringSeal
@@ -131,6 +131,13 @@ def restore(
             help="Where the store has several histories of a shard: the one whose newest epoch this is; -1: the newest.",
         ),
     ] = -1,
+    accept_gap: Annotated[
+        bool,
+        typer.Option(
+            "--accept-gap",
+            help="Where offsets are missing in the store: begin the shard behind the last of them, and leave out what stands before.",
+        ),
+    ] = False,
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
@@ -160,6 +167,7 @@ def restore(
         )
     rows = []
     others: list[tuple[int, History]] = []
+    gaps: list[tuple[int, tuple[Gap, ...], int]] = []
     files = DiskFiles()
     with FileLock(streams), closing(_open_keys(streams, folder, config)) as keyring:
         base = object_url(url, f"{config.region}/{folder_name(name, chosen[0])}")
@@ -179,12 +187,15 @@ def restore(
                 tag,
                 unverified=unverified,
                 epoch=None if epoch < 0 else epoch,
+                accept_gap=accept_gap,
             )
         # All of them are known not to be whole before the first one is: no broker begins one anew beside it, whenever this is broken off.
         for restoration in restorations.values():
             restoration.begin()
         for number, restoration in restorations.items():
             restored = restoration.finish()
+            if restored.gaps:
+                gaps.append((number, restored.gaps, restored.start))
             others += [(number, one) for one in restored.others]
             rows.append(
                 {
@@ -195,6 +206,7 @@ def restore(
                     "last_time": iso(restored.last_time_ms),
                     "untagged": restored.untagged,
                     "epoch": restored.history.epoch,
+                    "gaps": [one._asdict() for one in restored.gaps],
                     "other_histories": [one._asdict() for one in restored.others],
                     "folder": str(targets[number]),
                 }
@@ -216,11 +228,16 @@ def restore(
                 "epoch#",
                 "folder",
             ],
-            [[value for key, value in row.items() if key != "other_histories"] for row in rows],
+            [[value for key, value in row.items() if key not in ("gaps", "other_histories")] for row in rows],
         )
         if kept:
             out.print(
                 f"Left as they are, since they have records here: {', '.join(f'shard {number}' for number in kept)}."
+            )
+        for number, restored_gaps, start in gaps:
+            missing = ", ".join(f"{gap.first:,} to {gap.next - 1:,}" for gap in restored_gaps)
+            out.print(
+                f"Of shard {number} offsets {missing} are missing: it begins at {start:,}. What the store has before is left there, and goes with retention or the stream."
             )
         for number, other in others:
             out.print(

@@ -64,6 +64,7 @@ from region.copies.replicas import Replicas
 from region.evidence.audit_log import AuditLog
 from region.log.copies import Copies
 from region.log.epochs import elected_epoch
+from region.log.store_calls import silence_problems
 from region.metadata.records import AUDIT_STREAM, Stream, is_replicated, one_copy_since
 from region.replication.leader import DETACHED_MS
 
@@ -321,8 +322,9 @@ class Clustered:
 
     def own_troubles(self, to: str = "") -> list[str]:
         """What is wrong with the copies that this broker has, with its clock, and with its links. `to`: another broker that asks for it."""
-        told: list[str] = []
         broker = self.member.broker
+        # Who asks this broker itself is told of its stores besides.
+        told = [f"Broker {broker}: {problem}" for problem in silence_problems()] if to else []
         if self.replicas is not None:
             told += (
                 f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {broker}: {sentence}."

@@ -11,6 +11,7 @@ from region.broker import Broker
 from region.cache.service import CacheService
 from region.governance.service import Governance
 from region.log.directory import LogDirectory
+from region.log.store_calls import silent_stores
 from region.queue.service import QueueService
 from region.relay import RelayService
 from region.subscriptions.service import SubscriptionService
@@ -62,6 +63,7 @@ class BrokerGauges:
             "offload_cache_bytes": self._directory.fetched_bytes,
             "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
             "offload_refused": self._broker.streams.maintenance.offload_refused,
+            "offload_stores_silent": len(silent_stores()),
             "streams_opened_again": self._broker.streams.reopener.opened,
             "audit_leaves": status.durable if copied else 0,
             "audit_checkpoint_leaves": status.checkpoint if copied else 0,

@@ -26,6 +26,7 @@ from weakref import WeakValueDictionary
 
 from felix.bounded import BoundedMap
 from felix.errors import CorruptionError, FelixError, UnavailableError
+from felix.lazy_event import LazyThreadEvent
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.storage.port import Files
@@ -90,6 +91,7 @@ class Folders(Protocol):
     commit_pool: Executor
     creation_pool: Executor
     read_pool: Executor
+    list_pool: Executor
     maintenance_pool: Executor
     files: Files
 
@@ -167,6 +169,7 @@ class Replicas:
             commit_pool=folders.commit_pool,
             opening_pool=folders.creation_pool,
             read_pool=folders.read_pool,
+            list_pool=folders.list_pool,
             runtime=runtime,
             sync_failed=member.registry.sync_failed,
             open_logs=open_logs,
@@ -178,6 +181,8 @@ class Replicas:
             lists=self._lists,
         )
         self._settings = settings
+        # What is asked of stores ends with it.
+        self._ending = LazyThreadEvent()
         self._make_seal = make_seal
         self._runtime = runtime
         self._compact_after_ms: dict[ShardId, int] = {}
@@ -264,6 +269,7 @@ class Replicas:
 
     async def close(self) -> None:
         """Close all copies, what they hold synced."""
+        self._ending.set()
         if self._work is not None:
             await end_tasks(self._work)
         await self.host.close()
@@ -369,7 +375,9 @@ class Replicas:
             raise UnavailableError(f"The stream of shard {shard.number} is not here any more.")
         name, incarnation = StreamName.parse(known), bytes.fromhex(shard.incarnation)
         identity = ShardIdentity(self._region, str(name), incarnation, shard.number)
-        return SharedLists(shard_place(identity), self._make_seal(name, incarnation, shard.number).tag)
+        return SharedLists(
+            shard_place(identity), self._make_seal(name, incarnation, shard.number).tag, self._ending
+        )
 
     # -- compaction ------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from felix.errors import Code, FelixError, RequestError
+from felix.lazy_event import LazyThreadEvent
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
@@ -31,6 +32,7 @@ from felix.storage.small_file import load_checked, read_file, save_checked
 from region.log.ahead import AHEAD_NAMES
 from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
+from region.log.compactor import WorkEndedError
 from region.log.copies import Copies
 from region.log.durable_mark import MARK_NAME
 from region.log.offload import OFFLOADED_NAME, OffloadState, decode_offload, encode_offload, object_url
@@ -38,6 +40,7 @@ from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, Of
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore
 from region.log.shared_offload import delete_all
+from region.log.store_calls import ended_by
 
 log = logging.getLogger("felix.region.log")
 
@@ -51,8 +54,11 @@ CREATION_THREADS_MAX: Final = 16
 READ_THREADS_MAX: Final = 4
 """Catching-up readers wait for each other rather than for syncs: reads have threads of their own."""
 
-OFFLOAD_THREADS_MAX: Final = 2
-"""One upload at a time, and a fetch beside it: a store that does not answer holds up no read of what is local."""
+OFFLOAD_THREADS_MAX: Final = 4
+"""One upload at a time for each store, and fetches beside them: a store that does not answer holds up no read of what is local, and hardly another store."""
+
+LIST_THREADS_MAX: Final = 1
+"""New copies read lists of what is in a store: neither reads nor uploads wait for these."""
 
 COPIES: Final = "copies"
 """Beside the folder of logs: what is known of copies outside of their own folders."""
@@ -161,6 +167,7 @@ class LogDirectory:
         self.commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
         self.creation_pool = runtime.pool(CREATION_THREADS_MAX, "log-creation")
         self.read_pool = runtime.pool(READ_THREADS_MAX, "log-read")
+        self.list_pool = runtime.pool(LIST_THREADS_MAX, "log-lists")
         self.maintenance_pool = runtime.pool(1, "log-maintenance")
         self._store = ShardStore(
             runtime.pool(OFFLOAD_THREADS_MAX, "log-offload"),
@@ -173,6 +180,8 @@ class LogDirectory:
         self._closing: set[asyncio.Task[None]] = set()
         # The folders of streams whose names no crash takes back, as far as that was seen to by this process.
         self._lasting: set[Path] = set()
+        # Set once this closes: what is asked of stores for no open shard ends then.
+        self._ending = LazyThreadEvent()
         # Held while objects of a deleted stream are deleted: two threads may come to it.
         self._finishing = Lock()
         self.commit_pool.submit(self._finish_deletions)
@@ -436,7 +445,7 @@ class LogDirectory:
     def _finish_deletion(self, deleted: Path) -> None:
         """Delete a deleted stream's objects, then the last of its folder. Called again where a store does not answer, and goes on from there."""
         try:
-            with self._finishing:
+            with self._finishing, ended_by(self._ending):
                 failures = [
                     failure
                     for shard in self.files.names(deleted)
@@ -445,6 +454,8 @@ class LogDirectory:
                 if failures:
                     raise failures[0]
                 self.files.remove_folder(deleted)
+        except WorkEndedError:
+            return
         except (OSError, FelixError) as error:
             if self.files.exists(deleted):
                 log.error("objects of a deleted stream are left in their store, %s: %s", deleted.name, error)
@@ -466,6 +477,7 @@ class LogDirectory:
 
     async def close(self) -> None:
         """Close every shard, the threads and the lock."""
+        self._ending.set()
         shards, self._open = self._open, {}
         results: list[object] = await asyncio.gather(
             *(self._close(name, log) for (name, _, _), log in shards.items()),
@@ -475,6 +487,7 @@ class LogDirectory:
         self.creation_pool.shutdown()
         self.commit_pool.shutdown()
         self.read_pool.shutdown()
+        self.list_pool.shutdown()
         self.maintenance_pool.shutdown()
         self._store.pool.shutdown(cancel_futures=True)
         try:

@@ -40,6 +40,7 @@ from region.log.frame import SealedBatch
 from region.log.offloader import Throttle, fetch
 from region.log.segment_state import SegmentState
 from region.log.shard_settings import ShardStore
+from region.log.store_calls import ended_by
 
 log = logging.getLogger("felix.region.log")
 
@@ -202,13 +203,14 @@ class DiskReader:
                 # Appends come first: what is read back must not take the last room from them.
                 if self._files.free_bytes(self._folder) < entry.segment_bytes + ROOM_BYTES_MIN:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
-                fetch(
-                    self._files,
-                    entry,
-                    segment.fetched_path,
-                    self._store.cache,
-                    Throttle(self._store.rate_bytes, self._ending, self._store.clock),
-                )
+                with ended_by(self._ending):
+                    fetch(
+                        self._files,
+                        entry,
+                        segment.fetched_path,
+                        self._store.cache,
+                        Throttle(self._store.rate_bytes, self._ending, self._store.clock),
+                    )
                 if segment.base_offset < self._disk.start_offset:
                     # Retention let go of it meanwhile.
                     self._store.cache.drop(segment.fetched_path)

@@ -1,16 +1,17 @@
 """Object stores by URL, through fsspec: local folders, memory, and whatever has its package installed. Blocking.
 
-Every failure of a store is an UnavailableError here, whatever its library raises: the log goes on without it.
+Every failure of a store is an UnavailableError here, whatever its library raises, also where it does not come back (region.log.store_calls): the log goes on
+without it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -18,9 +19,18 @@ from fsspec.implementations.local import LocalFileSystem
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.storage.port import Files, write_all
+from region.log.compactor import WorkEndedError
+from region.log.store_calls import StoreCall, changes_below
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 CHUNK_BYTES: Final = 1 << 20
 """Moved at a time: what a throttle counts, and what a stop waits for."""
+
+PART_BYTES: Final = 5 << 20
+"""Written to a store at a time, the least that S3 takes: libraries take tens of MiB by themselves, which a slow way does not bring over within a
+step's time (region.log.store_calls)."""
 
 SMALL_BYTES_MAX: Final = 16 << 20
 """Of an object that is read into memory, unless it is a list."""
@@ -109,23 +119,50 @@ def _shown(url: str) -> str:
     return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"[:200]
 
 
+class _Place(NamedTuple):
+    """Where a URL leads. `do` has the store's library do a step, with an end."""
+
+    call: StoreCall
+    files: Any
+    path: str
+
+    def do(self, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.call.do(step, *args, **kwargs)
+
+
 @contextmanager
-def _reaching(url: str) -> Iterator[tuple[Any, str]]:
-    """File system and path of a URL; what goes wrong in here is the store's fault."""
+def _reaching(url: str, *, changes: bool = False) -> Iterator[_Place]:
+    """File system and path of a URL; what goes wrong in here is the store's fault. `changes`: what is done may change the object."""
     try:
-        files, path = fsspec.core.url_to_fs(url)
-        yield files, path
+        call = StoreCall(url, lambda: _ask_for(url), changes=changes)
+        files, path = call.do(fsspec.core.url_to_fs, url)
+        yield _Place(call, files, path)
+    except WorkEndedError:
+        raise
+    except UnavailableError as error:
+        raise _failed(url, error.sentence.rstrip("."), error.hint) from error
     except FelixError:
         raise
     except Exception as error:
         # Each store's library has exceptions of its own.
-        raise UnavailableError(
-            f"The store of {_shown(url)} does not do what it was asked: {type(error).__name__}: {error}"[:500]
-            + ".",
-            code=Code.UNAVAILABLE,
-            hint="Look after the store, its credentials and the way to it; the log goes on with what is local.",
-            retry_after_ms=1_000,
-        ) from error
+        raise _failed(url, f"{type(error).__name__}: {error}") from error
+
+
+def _failed(url: str, why: str, hint: str = "") -> UnavailableError:
+    return UnavailableError(
+        f"The store of {_shown(url)} does not do what it was asked: {why}"[:500] + ".",
+        code=Code.UNAVAILABLE,
+        hint=hint
+        or "Look after the store, its credentials and the way to it; the log goes on with what is local.",
+        retry_after_ms=1_000,
+    )
+
+
+def _ask_for(url: str) -> None:
+    files, path = fsspec.core.url_to_fs(url)
+    # What it said once is no answer.
+    files.invalidate_cache()
+    files.info(path)
 
 
 def put_file(files: Files, source: Path, url: str, pace: Pace = no_pace) -> Digest:
@@ -133,15 +170,12 @@ def put_file(files: Files, source: Path, url: str, pace: Pace = no_pace) -> Dige
     digest, size = hashlib.sha256(), 0
     descriptor = files.open(source, os.O_RDONLY)
     try:
-        with _reaching(url) as (remote, path):
-            remote.makedirs(remote._parent(path), exist_ok=True)
-            with remote.open(path, "wb") as writer:
-                while chunk := files.pread(descriptor, CHUNK_BYTES, size):
-                    writer.write(chunk)
-                    digest.update(chunk)
-                    size += len(chunk)
-                    pace(len(chunk))
-            _settle(remote, path)
+        with _reaching(url, changes=True) as place, _writing(place) as writer:
+            while chunk := files.pread(descriptor, CHUNK_BYTES, size):
+                place.do(writer.write, chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                pace(len(chunk))
     finally:
         files.close(descriptor)
     return Digest(size, digest.hexdigest())
@@ -149,11 +183,19 @@ def put_file(files: Files, source: Path, url: str, pace: Pace = no_pace) -> Dige
 
 def put_bytes(data: bytes, url: str) -> None:
     """Write a small object."""
-    with _reaching(url) as (files, path):
-        files.makedirs(files._parent(path), exist_ok=True)
-        with files.open(path, "wb") as writer:
-            writer.write(data)
-        _settle(files, path)
+    with _reaching(url, changes=True) as place, _writing(place) as writer:
+        for begin in range(0, len(data), CHUNK_BYTES):
+            place.do(writer.write, data[begin : begin + CHUNK_BYTES])
+
+
+@contextmanager
+def _writing(place: _Place) -> Iterator[Any]:
+    """An object that is written anew, and is there for good once this is left."""
+    files, path = place.files, place.path
+    place.do(files.makedirs, files._parent(path), exist_ok=True)
+    with place.call.opened(lambda: files.open(path, "wb", block_size=PART_BYTES)) as writer:
+        yield writer
+    place.do(_settle, files, path)
 
 
 def _settle(files: Any, path: str) -> None:
@@ -169,17 +211,18 @@ def _settle(files: Any, path: str) -> None:
 
 def get_bytes(url: str, most: int = SMALL_BYTES_MAX) -> bytes:
     """A small object. Of one that has more than `most` bytes, no more than one beyond is read."""
-    with _reaching(url) as (files, path):
-        found: bytes = files.cat_file(path, 0, most + 1)
+    with _reaching(url) as place:
+        do = place.do if most <= SMALL_BYTES_MAX else place.call.do_whole
+        found: bytes = do(place.files.cat_file, place.path, 0, most + 1)
         return found
 
 
 def is_there(url: str) -> bool:
     """Whether there is such an object. Raises UnavailableError where the store does not say: fsspec's own `exists` says no then, of folders of this
     machine and of most stores."""
-    with _reaching(url) as (files, path):
+    with _reaching(url) as place:
         try:
-            files.info(path)
+            place.do(place.files.info, place.path)
         except FileNotFoundError:
             return False
         return True
@@ -190,9 +233,10 @@ def get_file(files: Files, url: str, target: Path, pace: Pace = no_pace) -> Dige
     digest, size = hashlib.sha256(), 0
     descriptor = files.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        for chunk in _chunks(url, pace):
-            digest.update(chunk)
-            size = write_all(files, descriptor, (chunk,), size)
+        with closing(_chunks(url, pace)) as chunks:
+            for chunk in chunks:
+                digest.update(chunk)
+                size = write_all(files, descriptor, (chunk,), size)
     finally:
         files.close(descriptor)
     return Digest(size, digest.hexdigest())
@@ -201,35 +245,43 @@ def get_file(files: Files, url: str, target: Path, pace: Pace = no_pace) -> Dige
 def digest_of(url: str, pace: Pace = no_pace) -> Digest:
     """Read an object and say what it is."""
     digest, size = hashlib.sha256(), 0
-    for chunk in _chunks(url, pace):
-        digest.update(chunk)
-        size += len(chunk)
+    with closing(_chunks(url, pace)) as chunks:
+        for chunk in chunks:
+            digest.update(chunk)
+            size += len(chunk)
     return Digest(size, digest.hexdigest())
 
 
-def _chunks(url: str, pace: Pace) -> Iterator[bytes]:
-    with _reaching(url) as (files, path), files.open(path, "rb", block_size=4 * CHUNK_BYTES) as reader:
-        while chunk := reader.read(CHUNK_BYTES):
+def _chunks(url: str, pace: Pace) -> Generator[bytes, None, None]:
+    with (
+        _reaching(url) as place,
+        place.call.opened(lambda: place.files.open(place.path, "rb", block_size=4 * CHUNK_BYTES)) as reader,
+    ):
+        while chunk := place.do(reader.read, CHUNK_BYTES):
             yield chunk
             pace(len(chunk))
 
 
 def delete(url: str) -> None:
     """Delete an object; one that is not there is deleted already."""
-    with _reaching(url) as (files, path):
+    with _reaching(url, changes=True) as place:
         try:
-            files.rm_file(path)
+            place.do(place.files.rm_file, place.path)
         except FileNotFoundError:
             return
 
 
 def list_names(url: str) -> list[str]:
-    """Names directly below a URL, sorted; none where there is nothing."""
-    with _reaching(url) as (files, path):
+    """Names directly below a URL, sorted; none where there is nothing. Raises UnavailableError, too, while a call that was given up may still
+    change what is there."""
+    with _reaching(url) as place:
+        if changes_below(url):
+            raise UnavailableError("an earlier call that changes what is there has not come back")
+        files, path = place.files, place.path
         try:
-            found = files.ls(path, detail=False, refresh=True)
+            found = place.call.do_whole(files.ls, path, detail=False, refresh=True)
         except FileNotFoundError:
             return []
         except TypeError:
-            found = files.ls(path, detail=False)
+            found = place.call.do_whole(files.ls, path, detail=False)
         return sorted(str(each).rstrip("/").rpartition("/")[2] for each in found)

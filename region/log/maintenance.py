@@ -14,13 +14,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from felix.errors import CorruptionError, FelixError
+from felix.errors import CorruptionError, FelixError, UnavailableError
 from felix.lazy_event import LazyThreadEvent
 from felix.runtime.port import Clock
 from felix.storage.port import Files
@@ -45,6 +46,7 @@ from region.log.shared_offload import (
     waiting,
 )
 from region.log.states import State
+from region.log.store_calls import ended_by
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +294,7 @@ class Maintenance:
                     self._store.pool,
                     work,
                     self._ending,
-                    lambda: self.offload_later(now_ms),
+                    lambda: self._offload_broke_off(now_ms, offloader.report.uploaded),
                 )
             finally:
                 shard.disk_bytes_changed()
@@ -345,13 +347,14 @@ class Maintenance:
         assert listed is not None
         less = listed.less(disk.start_offset) if listed.segments else listed
         entries: list[Offloaded] = []
+        refused: UnavailableError | None = None
         if wanted and base:  # 2
             below, throttle = shard.high_watermark, self._throttle()
             segments = waiting(disk, below)[:UPLOADS_PER_LIST]
             epochs = shard.epochs.starts
             if segments:
                 await work(lambda: self._note_place(base))
-            entries = await work(
+            entries, refused = await work(
                 lambda: upload_segments(self._files, segments, base, epoch, epochs, throttle, self._hooks.tag)
             )
         new = less.more(entries)
@@ -361,6 +364,11 @@ class Maintenance:
         if wanted and base:  # 4
             local_bytes, below = wanted.local_bytes, shard.high_watermark
             dropped = await work(lambda: self._mark_and_drop(entries, below, local_bytes))
+        if refused is not None:
+            # What it did take is in force, and is not uploaded again.
+            self._count_offload(_uploaded(entries))
+            self._offload_broke_off(now_ms, len(entries))
+            raise refused
         in_force, led = self._pointer, self._listed
         if (
             in_force is not None
@@ -374,7 +382,7 @@ class Maintenance:
             self._orphans_due_ms = now_ms + OFFLOAD_AGAIN_MS_MAX
             await work(lambda: delete_orphans(led, in_force, places))
             self._orphans_due_ms = now_ms + ORPHANS_AGAIN_MS
-        return OffloadReport(len(entries), sum(one.segment_bytes for one in entries), dropped, deleted)
+        return replace(_uploaded(entries), dropped=dropped, deleted=deleted)
 
     async def _publish(
         self,
@@ -454,14 +462,21 @@ class Maintenance:
     ) -> _T:
         """Do `work` in a thread of `pool`; `end` ends it early. `failed` is told where it is worth another attempt. `is_shared`: damage that it
         finds stops nothing: it is the store's, or is repaired from another copy."""
+
+        def within() -> _T:
+            with ended_by(end):
+                return work()
+
         try:
-            under_way = self._loop.run_in_executor(pool, work)
+            under_way = self._loop.run_in_executor(pool, within)
             try:
                 return await asyncio.shield(under_way)
             except asyncio.CancelledError:
                 # The thread still has the folder: nobody may close it before it is done.
                 end.set()
                 await asyncio.wait([under_way])
+                # That it ended early is nothing to tell.
+                _ = under_way.cancelled() or under_way.exception()
                 raise
         except WorkEndedError:
             raise
@@ -490,6 +505,12 @@ class Maintenance:
         wait_ms = min(OFFLOAD_AGAIN_MS << min(self._offload_failures - 1, 10), OFFLOAD_AGAIN_MS_MAX)
         self._offload_again_ms = now_ms + wait_ms
 
+    def _offload_broke_off(self, now_ms: int, uploaded: int) -> None:
+        """A store that takes something each time is soon asked again."""
+        if uploaded:
+            self._offload_failures = 0
+        self.offload_later(now_ms)
+
     def _compaction_failed(self, now_ms: int) -> None:
         self._compaction_again_ms = now_ms + COMPACTION_AGAIN_MS
         self._shard.counters.compactions_failed += 1
@@ -501,6 +522,10 @@ class Maintenance:
         counters.compaction_written_bytes += report.bytes_written
         counters.compaction_removed_records += report.records_removed
         counters.compaction_ns += report.elapsed_ns
+
+
+def _uploaded(entries: list[Offloaded]) -> OffloadReport:
+    return OffloadReport(len(entries), sum(one.segment_bytes for one in entries))
 
 
 class CompactionPace:

@@ -346,6 +346,13 @@ def check_object(entry: Offloaded) -> None:
     _compare(entry, store.digest_of(entry.url))
 
 
+class Gap(NamedTuple):
+    """Offsets that no object has, from `first` to before `next`, with objects before and behind them."""
+
+    first: int
+    next: int
+
+
 class History(NamedTuple):
     """What a store has of a log of which no more was offloaded than this: its newest epoch, and the offset behind its newest segment."""
 
@@ -356,7 +363,8 @@ class History(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RestoredShard:
     """What a shard has again: its offsets from `start` to before `end`, the last of which was appended at `last_time_ms`. `untagged`: so many of
-    its manifests nobody vouches for. `others`: what else the store has of the log, newest first, as where it was begun anew in the place of one that was lost."""
+    its manifests nobody vouches for. `others`: what else the store has of the log, newest first, as where it was begun anew in the place of one that was lost. `gaps`: what is missing below `start`, where
+    that was accepted: what the store has before them is left out."""
 
     segments: int
     start: int
@@ -365,6 +373,7 @@ class RestoredShard:
     untagged: int
     history: History
     others: tuple[History, ...]
+    gaps: tuple[Gap, ...]
 
 
 def is_lost(folder: Path, files: Files) -> bool:
@@ -382,7 +391,7 @@ class Restoration:
 
     A manifest counts where it carries a tag of who has the stream's key (`tag`): whoever keeps the store can leave the newest ones out, and change
     none. `unverified`: also where it carries no tag at all, as those of before. `epoch`: which of several histories, where there are some, by its newest epoch; None: the
-    newest. Nothing is written before `begin`. From then on the folder is of a shard that no broker serves, until `finish` is done; broken off, it
+    newest. `accept_gap`: where offsets are missing, the log begins behind the last of them. Nothing is written before `begin`. From then on the folder is of a shard that no broker serves, until `finish` is done; broken off, it
     is done again from the start.
 
     Raises RequestError: CONFLICT where the folder has segments, NOT_FOUND where the store has none, INVALID where manifests have no tag;
@@ -399,6 +408,7 @@ class Restoration:
         *,
         unverified: bool = False,
         epoch: int | None = None,
+        accept_gap: bool = False,
     ) -> None:
         if not is_lost(folder, files):
             raise RequestError(
@@ -420,7 +430,10 @@ class Restoration:
                 hint=f"There are those of {', '.join(map(str, epochs))}.",
             )
         at = 0 if epoch is None else epochs.index(epoch)
-        self._manifests = _chain(histories[at], base)
+        self._manifests = _chain(histories[at])
+        self._gaps = _gaps_below(self._manifests[0].segment.base_offset, histories[at])
+        if self._gaps and not accept_gap:
+            raise _gap_left(self._gaps, base)
         self._history = known.pop(at)
         self._others = tuple(known)
         self._newest_epoch = max(epochs)
@@ -464,6 +477,7 @@ class Restoration:
             sum(not one.tag for one in self._manifests),
             self._history,
             self._others,
+            self._gaps,
         )
 
 
@@ -521,18 +535,47 @@ def _check_end(files: Files, path: Path, entry: Offloaded) -> None:
         )
 
 
-def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:
-    """Those of one history that follow each other up to the newest, oldest first: a segment may have been uploaded twice. Raises CorruptionError where
-    offsets are missing."""
-    by_end = {one.segment.next_offset: one for one in sorted(manifests, key=lambda one: one.segment.url)}
-    chain = [by_end[max(by_end)]]
-    while (before := by_end.get(chain[-1].segment.base_offset)) is not None:
-        chain.append(before)
-    first = chain[-1].segment.base_offset
-    ends = [one.segment.next_offset for one in manifests if one.segment.base_offset < first]
-    if ends and max(ends) < first:
-        raise CorruptionError(f"Offsets {max(ends)} to {first - 1} are missing at {base}.")
+def _chain(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """Those of one history that follow each other up to the newest, oldest first, from as far back as there are: a segment may have been uploaded twice,
+    and copies may have ended theirs at other offsets."""
+    best: dict[int, tuple[int, Manifest]] = {}
+    before: dict[str, Manifest] = {}
+    # None ends before it begins, so what one goes on from comes earlier.
+    for one in sorted(manifests, key=lambda one: (one.segment.base_offset, one.segment.url)):
+        begin, end = one.segment.base_offset, one.segment.next_offset
+        start = begin
+        if begin in best:
+            start, before[one.segment.url] = best[begin]
+        if end not in best or start <= best[end][0]:
+            best[end] = (start, one)
+    chain = [best[max(best)][1]]
+    while (earlier := before.get(chain[-1].segment.url)) is not None:
+        chain.append(earlier)
     return chain[::-1]
+
+
+def _gaps_below(start: int, manifests: Sequence[Manifest]) -> tuple[Gap, ...]:
+    """Which offsets are missing before a chain that begins at `start`, from the oldest object on."""
+    gaps: list[Gap] = []
+    reached: int | None = None
+    for one in sorted((one.segment for one in manifests), key=lambda one: one.base_offset):
+        if one.base_offset >= start:
+            break
+        if reached is not None and one.base_offset > reached:
+            gaps.append(Gap(reached, one.base_offset))
+        reached = max(reached or 0, one.next_offset)
+    if reached is not None and reached < start:
+        gaps.append(Gap(reached, start))
+    return tuple(gaps)
+
+
+def _gap_left(gaps: Sequence[Gap], base: str) -> CorruptionError:
+    missing = ", ".join(f"{one.first} to {one.next - 1}" for one in gaps[-5:])
+    return CorruptionError(
+        f"Offsets {missing} are missing at {base}.",
+        hint=f"Nothing was restored. Put the missing objects back if a copy of the store has them. If retention had let go of all below {gaps[-1].next}, or it can be done without: "
+        f"--accept-gap begins the log at offset {gaps[-1].next}. What stands before stays in the store until retention or the stream's deletion takes it: copy it away first if it is needed.",
+    )
 
 
 def _newest_epoch(manifest: Manifest) -> int:

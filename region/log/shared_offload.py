@@ -23,8 +23,10 @@ from typing import Final
 import msgspec
 
 from felix.errors import CorruptionError, RequestError, UnavailableError
+from felix.lazy_event import LazyThreadEvent
 from felix.storage.port import Files
 from region.log import fsspec_store as store
+from region.log.compactor import WorkEndedError
 from region.log.disk import DiskLog
 from region.log.epochs import EpochStart
 from region.log.offload import (
@@ -44,6 +46,7 @@ from region.log.offload import (
 )
 from region.log.offloader import delete_object, differs, upload
 from region.log.segment_state import SegmentState
+from region.log.store_calls import ended_by
 
 UPLOADS_PER_LIST: Final = 16
 """Segments of one turn: what a leader that fails has uploaded in vain, and how often a list is written."""
@@ -77,16 +80,22 @@ class SharedLists:
     key; nothing is opened, let alone deleted, that is not tagged and below the shard's own place.
     """
 
-    def __init__(self, place: str, tag: Callable[[str, bytes], bytes]) -> None:
-        """`place`: the shard's, below any store (directory.shard_place). `tag`: as region.log.seal.LogSeal has it."""
+    def __init__(
+        self, place: str, tag: Callable[[str, bytes], bytes], end: LazyThreadEvent | None = None
+    ) -> None:
+        """`place`: the shard's, below any store (directory.shard_place). `tag`: as region.log.seal.LogSeal has it. Once `end` is set, nothing is read any
+        more."""
         self._place = place
+        self._end = end or LazyThreadEvent()
         self._tag = tag
 
     def read(self, pointer: ListPointer | None) -> OffloadList:
         """The list in force; an empty one where there is none yet. Raises UnavailableError, CorruptionError, ForgedListError, ReplacedListError, and
         as `tag`."""
-        if pointer is None:
-            return OffloadList()
+        with ended_by(self._end):
+            return OffloadList() if pointer is None else self._read(pointer)
+
+    def _read(self, pointer: ListPointer) -> OffloadList:
         self._check_url(pointer.url)
         if not hmac.compare_digest(pointer.tag.encode(), self._tag(TAG, pointer.tagged).hex().encode()):
             raise _forged(self._place, "it does not carry the tag of a broker that has the stream's key")
@@ -158,12 +167,19 @@ def upload_segments(
     epochs: Sequence[EpochStart],
     pace: store.Pace,
     tag: TagOf,
-) -> list[Offloaded]:
-    """Step 2. Raises as `offloader.upload`."""
-    return [
-        upload(files, one, object_url(base, object_name(one.base_offset, epoch)), tuple(epochs), pace, tag)
-        for one in segments
-    ]
+) -> tuple[list[Offloaded], UnavailableError | None]:
+    """Step 2. What was uploaded, and what the store said that took no more: of one that fails now and then, each turn has what it did take. Raises
+    as `offloader.upload` for all else."""
+    entries: list[Offloaded] = []
+    for one in segments:
+        url = object_url(base, object_name(one.base_offset, epoch))
+        try:
+            entries.append(upload(files, one, url, tuple(epochs), pace, tag))
+        except WorkEndedError:
+            raise
+        except UnavailableError as error:
+            return entries, error
+    return entries, None
 
 
 def delete_unlisted(before: OffloadList, old: ListPointer | None, now: OffloadList) -> int:

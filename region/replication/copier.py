@@ -65,6 +65,7 @@ class Copier:
         workers: Mapping[int, LogWorker],
         links: Links,
         read_pool: Executor,
+        list_pool: Executor,
         pace: CopyPace,
         *,
         leads: Callable[[], bool],
@@ -83,6 +84,7 @@ class Copier:
         self._workers = workers
         self._links = links
         self._read_pool = read_pool
+        self._list_pool = list_pool
         self._pace = pace
         self._leads = leads
         self._producers = producers
@@ -137,7 +139,7 @@ class Copier:
         if pointer is not None and pointer.epoch == copying.epoch:
             try:
                 listed = await asyncio.get_running_loop().run_in_executor(
-                    self._read_pool,
+                    self._list_pool,
                     lambda: self._lists().read(pointer).between(start, beginning.origin.point.offset),
                 )
             except (FelixError, OSError) as error:

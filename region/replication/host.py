@@ -138,8 +138,9 @@ class ReplicaHost:
         copy_rate: int = COPY_RATE_BYTES,
         compacts: Callable[[ShardId, int], bool] | None = None,
         lists: Callable[[ShardId], SharedLists] = no_lists,
+        list_pool: Executor | None = None,
     ) -> None:
-        """`sync_failed`: `Registry.sync_failed`. `opening_pool`: where copies are opened, beside what is written to others; None: `commit_pool`. `compaction_pool`: of passes of compaction, and of the scrub; None: of `read_pool`. `source`: how other
+        """`list_pool`: where new copies read what is in a store; None: `read_pool`. `sync_failed`: `Registry.sync_failed`. `opening_pool`: where copies are opened, beside what is written to others; None: `commit_pool`. `compaction_pool`: of passes of compaction, and of the scrub; None: of `read_pool`. `source`: how other
         copies are asked for what is damaged here; None: nobody is. `scrub`: how closed segments are looked at; None: they are not.
         `copy_rate`: bytes a second of copies that are not in sync. `compacts`: whether a log's copies are compacted; None: none are. `lists`: what
         reads and writes what a shard's copies have in a store together."""
@@ -153,7 +154,8 @@ class ReplicaHost:
         self._links = links
         self._lists = lists
         self._files = files
-        self._commit_pool, self._read_pool = commit_pool, read_pool
+        self._commit_pool, self._list_pool = commit_pool, list_pool or read_pool
+        self._read_pool = read_pool
         self._runtime = runtime
         self._sync_failed = sync_failed
         self._compacts = compacts
@@ -272,7 +274,8 @@ class ReplicaHost:
                 disk, self._commit_pool, self._runtime, partial(self._worked, hosted)
             )
         hosted.copier = Copier(
-            plan.shard, hosted.core, hosted.workers, self._links, self._read_pool, self._pace,
+            plan.shard, hosted.core, hosted.workers, self._links, self._read_pool, self._list_pool,
+            self._pace,
             leads=lambda: hosted.leads,
             producers=hosted.producers,
             failed=partial(self._step, hosted),

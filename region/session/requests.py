@@ -99,6 +99,7 @@ from region.clustered import Clustered
 from region.crossing.export import ExportService
 from region.governance.service import SYNCED_KINDS, Governance
 from region.listing import Listing, fitting
+from region.log.store_calls import silence_problems
 from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
@@ -622,7 +623,7 @@ class Requests:
             brokers,
             # Each has room of its own: of either there may be very many.
             [
-                *told([*found.problems, *own_files, *broker.streams.disks.problems(), *unreadable(self._mirror.faults)]),
+                *told([*found.problems, *own_files, *silence_problems(), *broker.streams.disks.problems(), *unreadable(self._mirror.faults)]),
                 *told(self._governance.problems),
             ],
             0 if several is None else broker.default_replicas,

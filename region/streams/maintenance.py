@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from felix.errors import Code, FelixError, RequestError
 from region.log.directory import LogDirectory
+from region.log.store_calls import store_of
 from region.metadata.records import StreamConfig
 from region.streams.hosted import HostedStream
 from region.streams.index import StreamIndex
@@ -73,10 +74,18 @@ class StreamMaintenance:
                     log.info("%s shard %d was compacted: %s", stream.name, shard.identity.shard, report)
 
     async def offload(self, now_ms: int, allowed: tuple[str, ...]) -> None:
-        """Offload the shards that are due, one after the other; `allowed`: what the region's configuration allows."""
+        """Offload the shards that are due, those of one store one after the other; `allowed`: what the region's configuration allows."""
         self._offloaded = self._index.turn(self._offloaded, TENDED_AT_ONCE)
+        by_store: dict[str, list[HostedStream]] = {}
         # Of one that is no longer offloaded, objects may be left to delete.
         for stream in {**self._work.offloaded, **dict.fromkeys(self._offloaded)}:
+            wanted = stream.record.config.views.offload
+            by_store.setdefault(store_of(wanted.url) if wanted else "", []).append(stream)
+        # A store that hangs holds up its own streams alone.
+        await asyncio.gather(*(self._offload(streams, now_ms, allowed) for streams in by_store.values()))
+
+    async def _offload(self, streams: Iterable[HostedStream], now_ms: int, allowed: tuple[str, ...]) -> None:
+        for stream in streams:
             wanted = stream.record.config.views.offload
             for shard in stream.serving:
                 if stream.deleted or not shard.offload_due(now_ms):

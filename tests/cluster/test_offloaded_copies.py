@@ -33,7 +33,7 @@ __all__ = ["etcd_of_each_test"]  # the fixture
 
 pytestmark = pytest.mark.etcd
 STREAM = "acme/ops/orders"
-COPIERS_THREADS = "log-read"
+COPIERS_THREADS = "log-lists"
 NAMES = ("b1", "b2", "b3")
 
 

@@ -155,9 +155,12 @@ def restore_shard(
     *,
     unverified: bool = False,
     epoch: int | None = None,
+    accept_gap: bool = False,
 ) -> RestoredShard:
     """As `felix log restore` does it, of one shard."""
-    restoration = Restoration(base, folder, identity, files, tag, unverified=unverified, epoch=epoch)
+    restoration = Restoration(
+        base, folder, identity, files, tag, unverified=unverified, epoch=epoch, accept_gap=accept_gap
+    )
     restoration.begin()
     return restoration.finish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import shutil
 import tempfile
@@ -53,6 +54,7 @@ from region.log.offload import (
     FETCHED_SUFFIX,
     OFFLOADED_NAME,
     Manifest,
+    Offloaded,
     decode_manifest,
     decode_offload,
     encode_manifest,
@@ -60,9 +62,12 @@ from region.log.offload import (
 )
 from region.log.offloader import (
     FetchedCache,
+    Gap,
     History,
     Offloader,
     Throttle,
+    _chain,
+    _gaps_below,
     check_object,
     fetch,
 )
@@ -531,13 +536,69 @@ def test_an_upload_that_was_broken_off_and_begins_again_is_not_deleted(tmp_path:
     assert len(read_all(log)) == 30
 
 
-def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None:
+def test_a_gap_in_the_store_is_restored_behind_once_that_is_accepted(tmp_path: Path, place: str) -> None:
     log = filled(tmp_path / "shard")
+    everything = read_all(log)
     offload(log, place)
-    store.delete(log.offload.segments[2].manifest_url)
+    first, gone = log.offload.segments[0], log.offload.segments[2]
+    store.delete(gone.manifest_url)
     log.close()
-    with pytest.raises(CorruptionError, match="are missing"):
+    with pytest.raises(CorruptionError, match="are missing") as refused:
         restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag)
+    assert f"--accept-gap begins the log at offset {gone.next_offset}." in refused.value.hint
+    assert not (tmp_path / "new").exists(), "nothing was written"
+    told = restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag, accept_gap=True)
+    assert told.gaps == (Gap(gone.base_offset, gone.next_offset),) and told.start == gone.next_offset
+    restored = open_disk(tmp_path / "new", limits=SMALL)
+    assert restored.start_offset == gone.next_offset
+    assert read_all(restored) == everything[gone.next_offset : restored.end_offset]
+    # It goes on like any other, and what was left out goes with what retention lets go of next.
+    for at in range(10):
+        append(restored, b"%d" % at)
+    epochs = (EpochStart(1, restored.end_offset),)
+    offload(restored, place, epochs=epochs)
+    assert store.is_there(first.url)
+    restored.trim(restored.segments[1].base_offset, 1_000)
+    offload(restored, place, epochs=epochs)
+    assert not store.is_there(first.url)
+    assert verify_shard(tmp_path / "new", IDENTITY, check_object=check_object).is_whole
+    restored.close()
+
+
+@pytest.mark.parametrize(
+    ("spans", "chosen", "gaps"),
+    [
+        # Copies that ended their segments elsewhere: of the two that end at 20, one goes on further back.
+        (((0, 10), (10, 20), (15, 20), (20, 30)), ((0, 10), (10, 20), (20, 30)), ()),
+        (((0, 10), (10, 20), (5, 20), (20, 30)), ((0, 10), (10, 20), (20, 30)), ()),
+        (((0, 10), (12, 20), (20, 30)), ((12, 20), (20, 30)), ((10, 12),)),
+        (((0, 10), (12, 20), (25, 30), (30, 40)), ((25, 30), (30, 40)), ((10, 12), (20, 25))),
+        # What reaches beyond where the rest begins is no gap, but is left out all the same.
+        (((0, 15), (10, 20), (20, 30)), ((10, 20), (20, 30)), ()),
+    ],
+)
+def test_a_chain_goes_as_far_back_as_there_are_segments(
+    tmp_path: Path,
+    spans: tuple[tuple[int, int], ...],
+    chosen: tuple[tuple[int, int], ...],
+    gaps: tuple[tuple[int, int], ...],
+) -> None:
+    log = filled(tmp_path, 1)
+    header = log.segments[0].header
+    log.close()
+    manifests = [
+        Manifest(
+            Offloaded(
+                f"memory://x/{begin}-{end}", replace(header, base_offset=begin).encode(), end, 1, 1, ""
+            ),
+            (),
+        )
+        for begin, end in spans
+    ]
+    for each in itertools.permutations(manifests):
+        found = _chain(each)
+        assert tuple((one.segment.base_offset, one.segment.next_offset) for one in found) == chosen
+        assert _gaps_below(found[0].segment.base_offset, each) == gaps
 
 
 def rewritten(log: DiskLog, at: int, change: Callable[[Manifest], Manifest]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.settings import Offload, Retention
 from felix.storage.disk import DiskFiles
+from felix.storage.port import Files
 from felix.storage.small_file import load_checked, save_checked
 from keys.link import tag
 from region.log import fsspec_store as store
@@ -547,6 +548,36 @@ async def test_a_store_that_deletes_nothing_for_a_while_holds_up_no_upload(
         assert shard.offload_due(1 << 40)
         await shard.offload(1 << 40, place)
         check_store(record, log, place)
+
+
+async def test_a_store_that_fails_now_and_then_is_given_each_segment_once(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, log = Record(), filled(tmp_path / "a", 50)
+    put_file = store.put_file
+    calls: list[str] = []
+
+    def put(files: Files, source: Path, url: str, pace: store.Pace = store.no_pace) -> store.Digest:
+        calls.append(url)
+        if len(calls) % 3 == 0:
+            raise UnavailableError("Not this time.")
+        return put_file(files, source, url, pace)
+
+    monkeypatch.setattr(store, "put_file", put)
+    closed = len(log.segments) - 1
+    assert closed > 6
+    async with leading(log, record, place) as shard:
+        now_ms, failed = 0, 0
+        while shard.offload_due(now_ms) and failed < closed:
+            with suppress(UnavailableError):
+                await shard.offload(now_ms, place)
+                failed -= 1
+            failed += 1
+            # Each time it took something.
+            now_ms += maintenance.OFFLOAD_AGAIN_MS
+        assert shard.counters.offloaded_segments == closed and shard.counters.offload_failed == failed
+    check_store(record, log, place)
+    assert failed == (closed - 1) // 2 and len(calls) == closed + failed
 
 
 async def test_a_crash_between_a_start_and_the_deletion_below_it_dooms_no_object_of_a_list(

@@ -156,6 +156,19 @@ async def test_a_lost_folder_is_restored_with_the_command(
     code, said = run("log", "restore", ROLLS, url, "--json")
     (shard,) = json.loads(said)["shards"]
     assert code == 0 and (shard["first_offset"], shard["next_offset"], shard["untagged"]) == (0, last, 0)
+    assert shard["gaps"] == []
+    # The same with a gap, which somebody has to accept.
+    shutil.rmtree(next(path for path in lost.iterdir() if path.is_dir()))
+    (middle,) = sorted((tmp_path / "store").rglob("*.seg.json"))[1:2]
+    aside, begin = middle.read_bytes(), int(middle.name[:20])
+    middle.unlink()
+    assert "are missing at" in run("log", "restore", ROLLS, url)[1]
+    code, said = run("log", "restore", ROLLS, url, "--accept-gap", "--json")
+    (shard,) = json.loads(said)["shards"]
+    assert code == 0 and shard["gaps"] == [{"first": begin, "next": shard["first_offset"]}]
+    shutil.rmtree(next(path for path in lost.iterdir() if path.is_dir()))
+    middle.write_bytes(aside)
+    assert run("log", "restore", ROLLS, url)[0] == 0
     assert run("log", "verify", "--open", "--remote")[0] == 0
     async with running(folder, storage=storage) as node, client(folder) as region:
         assert await read_all(region, last) == expected(last)
@@ -193,6 +206,13 @@ async def test_a_restoration_that_ends_between_two_shards_is_run_again(
         answer = CliRunner().invoke(app, list(words))
         return answer.exit_code, answer.stdout or str(answer.exception)
 
+    # Of the oldest but one nothing tells any more: what is missing is named, and what to do.
+    (middle,) = sorted((tmp_path / "store").rglob("00001/*.json"))[1:2]
+    told = middle.read_bytes()
+    middle.unlink()
+    code, said = run("log", "restore", ROLLS, url)
+    assert code != 0 and "are missing at" in said and not (held / "00001").exists()
+    middle.write_bytes(told)
     newest = max((tmp_path / "store").rglob("00002/*.seg"))
     newest.rename(tmp_path / "away")
     code, said = run("log", "restore", ROLLS, url)
