@@ -172,9 +172,12 @@ def test_every_panel_has_a_place_of_its_own_and_asks_the_chosen_source() -> None
 @needs_promtool
 def test_promtool_takes_the_rules_and_they_fire_as_they_should() -> None:
     assert promtool is not None
-    for words in (("check", "config", "prometheus.yaml"), ("test", "rules", "felix.test.yaml")):
+    for words in (
+        ("check", "config", "prometheus.yaml"),
+        ("test", "rules", "felix.test.yaml", "felix.days.test.yaml"),
+    ):
         done = subprocess.run(
-            [promtool, *words], cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=120
+            [promtool, *words], cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
