@@ -493,13 +493,13 @@ def _print_report(path: Path, report: Report) -> None:
         for each in report.unsupported:
             out.print(f"    - {each}")
     for seen in report.notices[:20]:
-        out.print(f"  notice, leaf {seen.leaf}: {seen.sentence}")
+        out.print(f"  notice, leaf {seen.leaf}: {spelled_out(seen.sentence)}")
     if len(report.notices) + report.notices_left_off > 20:
         more = len(report.notices) + report.notices_left_off - 20
         out.print(f"  … and {more:,} more notices ({len(report.notices):,} of them with --json)")
     for finding in report.findings[:20]:
         where = f"leaf {finding.leaf}" if finding.leaf is not None else finding.path
-        err.print(f"  step {finding.step}, {where}: {finding.sentence}", style="red")
+        err.print(f"  step {finding.step}, {where}: {spelled_out(finding.sentence)}", style="red")
     if len(report.findings) + report.left_off > 20:
         err.print(f"  … and {len(report.findings) + report.left_off - 20} more (all of them with --json)")
 

@@ -153,8 +153,10 @@ def _csv_cell(value: Value, kind: Type) -> str:
     if kind is Type.FLAG:
         return "true" if value else "false"
     if isinstance(value, list):
-        # A semicolon in an item would make two items of it.
-        text = LIST_SEPARATOR.join(visible(item).replace(";", "\\x3b") for item in value)
+        # A semicolon in an item would make two items of it; what stands for one is told from the same text.
+        text = LIST_SEPARATOR.join(
+            visible(item.replace("\\x3b", "\\x5cx3b")).replace(";", "\\x3b") for item in value
+        )
     else:
         text = visible(str(value))
     return _FORMULA.sub("'", text) if kind in (Type.TEXT, Type.LIST) else text
