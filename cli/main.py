@@ -157,7 +157,9 @@ def main(command: typer.Typer = app) -> None:
         name = error.code.name.lower().replace("_", "-")
         mistakes = getattr(error, "mistakes", ())
         listed = mistakes if len(mistakes) > 1 else ()
-        _say(told(error.sentence), told(error.hint), name, int(error.code), ended, error.retry_after_ms, listed)
+        _say(
+            told(error.sentence), told(error.hint), name, int(error.code), ended, error.retry_after_ms, listed
+        )
     except typer.TyperException as error:
         ended = error.exit_code
         show = getattr(error, "show", None)

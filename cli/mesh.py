@@ -95,18 +95,20 @@ def _add_crossing(tree: Tree, crossing: Crossing) -> None:
 
 
 def _log_line(log: AuditLog) -> str:
-    who = ", ".join(each.name for each in log.cosigners)
+    who = ", ".join(spelled_out(each.name) for each in log.cosigners)
     cosigned = f"; {log.cosigned_size:,} cosigned by {who}" if who else "; not cosigned"
     return f"audit log: {counted(log.size, 'leaf').replace('leafs', 'leaves')}{cosigned}"
 
 
 def _denial_line(denial: Denial) -> str:
     peer = "any region" if denial.peer == "*" else denial.peer
-    return f"denies {denial.streams} to and from {peer}" + (f": {spelled_out(denial.reason)}" if denial.reason else "")
+    return f"denies {denial.streams} to and from {peer}" + (
+        f": {spelled_out(denial.reason)}" if denial.reason else ""
+    )
 
 
 def _state(state: str) -> tuple[str, str]:
-    return state, "green" if state in _GOOD else "bold red" if state in _BAD else "yellow"
+    return spelled_out(state), "green" if state in _GOOD else "bold red" if state in _BAD else "yellow"
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:

@@ -254,7 +254,10 @@ def describe(
         table(
             "Workers",
             ["worker", "identity", "leased#", "pushed to"],
-            [[spelled_out(worker.name), worker.identity, worker.leased, worker.granted] for worker in state.workers],
+            [
+                [spelled_out(worker.name), worker.identity, worker.leased, worker.granted]
+                for worker in state.workers
+            ],
         )
 
 

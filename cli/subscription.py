@@ -217,7 +217,10 @@ def describe(
         print_json(state)
         return
     out.print(
-        styled((state.name, "bold"), f" of {state.stream}, by {state.creator}, since {iso(state.created_ms)}")
+        styled(
+            (spelled_out(state.name), "bold"),
+            f" of {state.stream}, by {spelled_out(state.creator)}, since {iso(state.created_ms)}",
+        )
     )
     out.print(format_settings(state))
     out.print(

@@ -58,7 +58,7 @@ def is_visible(text: str) -> bool:
     """True where `visible` would change nothing."""
     if text.isascii():
         return text.isprintable()
-    return not any(map(_is_hidden, text)) and not any(map(_is_piled, _FOREIGN.findall(text)))
+    return not any(map(_is_hidden, text)) and not _is_piled(text)
 
 
 def _is_piled(text: str) -> bool:
@@ -110,7 +110,6 @@ def in_ascii(text: str) -> str:
     return "".join(one if one.isascii() else _escape(one) for one in spelled_out(text))
 
 
-_FOREIGN: Final = re.compile(r"[^\x00-\x7f]+")
 _IN_JSON: Final = re.compile(r"[^\x00-\x7e]+")
 
 
