@@ -17,17 +17,20 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from attacks.conftest import Tally
 from attacks.hostile_broker import Said, hostile_broker, refusal, run_felix
 from attacks.hostile_texts import TEXTS, filled, hidden_in, piles_in
 from attacks.test_f17_display import hostile_report
+from audit_log import TIME_MS, trust
 from long_runs import count
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from region_home import copied, make_region
+from signed_grants import signed_grant, signing_key
 
 from audit.spark import openlineage, page
 from audit.spark.document import as_json
@@ -39,7 +42,12 @@ from cli.output import error_line
 from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.messages import MeshPage, RegionState
 from felix.notebook import html_of
+from felix.runtime.real import now_ms
 from felix.visible import MARKS_MAX, VisibleFormatter, in_ascii, spelled_out, visible, visible_json
+from policy.grant import DenyEntry, GrantBook, Standing, StandingAction, sign_deny, sign_standing
+from region.config import load_config
+from region.folder import RegionFolder
+from region.trust.offers import make_offer
 
 SOURCE = Path(__file__).parents[2]
 PACKAGES = ("audit", "bridge", "cli", "felix", "keys", "policy", "region")
@@ -358,10 +366,93 @@ def test_each_text_is_told_from_each_other_where_people_sign(tally: Tally) -> No
     tally("texts compared where people sign", len(TEXTS) * (len(TEXTS) - 1) // 2)
 
 
+SIGNED = {
+    name: text
+    for name, text in OVER_THE_WIRE.items()
+    if len(text) <= 512 and not re.search(r"[\x00-\x1f\x7f]", text)
+}
+"""Those that a signed document may hold (`policy.terms`)."""
+
+
+def book_of(text: str) -> GrantBook:
+    """A grant that another region drew up, paused and denied, with this text wherever there is one."""
+    signed = signed_grant(1, purpose=text, mechanism=text, reference=text, categories=(text,), exporter=text, importer=text, owner=text, transfer_assessment=text)  # fmt: skip
+    paused = sign_standing(
+        Standing(grant=signed.grant, action=StandingAction.PAUSE, region="us-east", sequence=1, at=TIME_MS, by="alice", reason=text),
+        signing_key("us-east"),
+    )  # fmt: skip
+    denied = sign_deny(DenyEntry(streams="acme/*/*", peer="*", region="us-east", sequence=1, at=TIME_MS, by="alice", reason=text), signing_key("us-east"))  # fmt: skip
+    return GrantBook((signed.export, signed.accepted, paused, denied), trust().policy_keys)
+
+
+def test_documents_of_another_region_are_told_apart_and_not_obeyed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    seen: dict[str, str] = {}
+    for name, text in SIGNED.items():
+        book = book_of(text)
+
+        async def fetched(*_: object, book: GrantBook = book) -> GrantBook:
+            return book
+
+        monkeypatch.setattr("cli.bridge.fetch_book", fetched)
+        (view,) = book.list(TIME_MS)
+        for words in (("list",), ("show", view.grant)):
+            for form in ("table", "json"):
+                with hostile_broker(monkeypatch, "plain"):
+                    said = run_felix(monkeypatch, home, "bridge", *words, "-o", form)
+                assert said.code == 0, said.err
+                holds(said)
+                rows = rows_at_the_edge(said.out)
+                assert not {"kind", "\u00a0kind"} & rows, name
+        with hostile_broker(monkeypatch, "plain"):
+            said = run_felix(monkeypatch, home, "bridge", "show", view.grant)
+        # A font may draw two letters alike, and never two of ASCII.
+        shown = re.sub(r"g-[a-z2-7]{16}|[0-9a-f]{64}|[^\x20-\x7e]", "", said.out.decode())
+        assert shown not in seen, (name, seen.get(shown))
+        seen[shown] = name
+    tally("documents of another region", len(SIGNED))
+
+
+def test_an_offer_of_another_region_is_told_apart_and_not_obeyed(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    """Whoever reads it has a pin signed, after he compared a fingerprint that stands among its rows."""
+    eu = RegionFolder.of("eu-west", home)
+    config = load_config(eu.config)
+    seen: dict[str, str] = {}
+    texts = {name: text for name, text in OVER_THE_WIRE.items() if len(text) <= 255}
+    for number in range(0, 60, 6):
+        texts[f"a row of its own, {number}"] = (
+            "Acme".ljust(number).replace(" ", "\u00a0")
+            + "\u00a0\u00a0fingerprint\u00a0\u00a0"
+            + 3 * "0000\u00a0"
+        )
+    for name, text in texts.items():
+        signed = make_offer(
+            eu, msgspec.structs.replace(config, entity=text), ["eu.example.org:7444"], text, now_ms()
+        )
+        (tmp_path / "offer").write_bytes(signed.encode())
+        said = run_felix(monkeypatch, home, "region", "trust", str(tmp_path / "offer"), "--offline")
+        assert said.code and b"Nobody compared" in said.err
+        holds(said)
+        found = [
+            line for line in said.out.decode().split("\n") if re.match(r"\s{0,4}fingerprint\s{2,}", line)
+        ]
+        screen = rows_at_the_edge(said.out)
+        assert len(found) == 1 and not {each for each in screen if "fingerprint" in each} - {"fingerprint"}, (
+            name
+        )
+        shown = re.sub(r"[^\x20-\x7e]|\d\d:\d\d:\d\dZ", "", said.out.decode())
+        assert shown not in seen, (name, seen.get(shown))
+        seen[shown] = name
+    tally("offers of another region", len(texts))
+
+
 # The places, from the code
 
 WRITES = {
-    "cli/audit.py": 1, "cli/cache.py": 5, "cli/completion.py": 2, "cli/main.py": 3, "cli/output.py": 7,
+    "cli/audit.py": 1, "cli/cache.py": 2, "cli/completion.py": 2, "cli/main.py": 3, "cli/output.py": 7,
 }  # fmt: skip
 """Calls that write to a standard stream by another way than `cli.output` and `cli.safe_console`."""
 
