@@ -1311,7 +1311,7 @@ def decode_answer(body: memoryview) -> Answer:
 def decode_goodbye(body: memoryview) -> Goodbye:
     """Raises ProtocolError(FRAME_MALFORMED)."""
     message: Goodbye = _decode(_goodbye_decoder, body, "goodbye")
-    return message
+    return msgspec.structs.replace(message, reason=visible(message.reason))
 
 
 def encode_error(error: FelixError, correlation: int = 0) -> bytes:
