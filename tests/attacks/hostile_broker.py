@@ -96,9 +96,19 @@ def hostile_broker(monkeypatch: pytest.MonkeyPatch, text: str, *, refuses: bool 
         yield
 
 
-def run_felix(monkeypatch: pytest.MonkeyPatch, home: Path, *words: str, columns: int = 80) -> Said:
+class _Terminal(io.TextIOWrapper):
+    """A standard stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run_felix(
+    monkeypatch: pytest.MonkeyPatch, home: Path, *words: str, columns: int = 80, terminal: bool = False
+) -> Said:
     """A command line, in this process. Raises what it would end with a traceback for."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    kind = _Terminal if terminal else io.TextIOWrapper
+    streams = [kind(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
     handlers = logging.root.handlers[:]
     for printer in (out, err):
         printer.__dict__.pop("console", None)

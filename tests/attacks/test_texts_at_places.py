@@ -449,10 +449,22 @@ def test_an_offer_of_another_region_is_told_apart_and_not_obeyed(
     tally("offers of another region", len(texts))
 
 
+def test_what_others_wrote_into_a_file_is_data_in_a_pipe_and_escapes_on_a_terminal(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    """A key of another region's bundle has a name of its choice."""
+    for text in OVER_THE_WIRE.values():
+        monkeypatch.setattr("cli.audit.format_policy", lambda *_, text=text, **__: f"log {text}\n")
+        assert run_felix(monkeypatch, home, "audit", "policy").out == f"log {text}\n".encode()
+        said = run_felix(monkeypatch, home, "audit", "policy", terminal=True)
+        assert hidden_in(said.out, allowed="\n\t") == set() and piles_in(said.out.decode()) <= MARKS_MAX
+    tally("files on a terminal", len(OVER_THE_WIRE))
+
+
 # The places, from the code
 
 WRITES = {
-    "cli/audit.py": 1, "cli/cache.py": 2, "cli/completion.py": 2, "cli/main.py": 3, "cli/output.py": 7,
+    "cli/cache.py": 2, "cli/completion.py": 2, "cli/main.py": 3, "cli/output.py": 7,
 }  # fmt: skip
 """Calls that write to a standard stream by another way than `cli.output` and `cli.safe_console`."""
 
