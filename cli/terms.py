@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import typer
 from rich.text import Text
 
+from cli.form import chosen
 from cli.output import err, iso, lines, table
 from felix.errors import RequestError
 from felix.visible import in_ascii, is_plain, spelled_out
@@ -126,9 +127,14 @@ def short_tallies(tallies: Iterable[Tally]) -> str:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask a person; `--yes` answers. Raises RequestError if there is no terminal to ask at, Exit if the answer is no."""
+    """Ask a person; `--yes` answers. Raises RequestError if there is no terminal to ask at, or the form of the output shows no person what is signed, Exit if the answer is no."""
     if yes:
         return
+    if chosen.is_data:
+        raise RequestError(
+            f"This is signed only after a person read it and said yes, and with -o {chosen.form} nothing is shown before.",
+            hint="Call it without -o or --json to read it, or with --yes.",
+        )
     if not sys.stdin.isatty():
         raise RequestError(
             "This is signed only after a person said yes, and there is no terminal to ask at.",

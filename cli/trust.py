@@ -510,6 +510,11 @@ def _none_brought_back(folder: RegionFolder, other: RegionBundle) -> None:
     )
 
 
+def _is_read() -> bool:
+    """Whether a person reads what is shown, and can be asked: where the output is an object, neither rows nor fingerprint are shown before."""
+    return sys.stdin.isatty() and not chosen.is_data
+
+
 def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:
     """Ask where there is something to agree to besides the fingerprint. Raises RequestError where the answer is no.
 
@@ -525,7 +530,7 @@ def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:
     )
     if kept is not None and changed:
         table("Until now", ["", ""], _party(kept))
-    if sys.stdin.isatty():
+    if _is_read():
         if not typer.confirm(f"Trust {bundle.region} as it stands above?", err=True):
             raise RequestError(f"{bundle.region} is not trusted; nothing was changed.")
     elif changed and not is_compared:
@@ -580,7 +585,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
             return False
         except FelixError as error:
             changed = f" {error.sentence}"
-    if not sys.stdin.isatty():
+    if not _is_read():
         raise RequestError(
             f"Nobody compared the fingerprint of {new.region}'s bundle.{changed}",
             hint="Ask that region's operator for it by another way than the file came (`felix region bundle "

@@ -37,8 +37,10 @@ from audit.spark.document import as_json
 from audit.spark.table import encode_csv
 from cli import main as cli_main
 from cli.console_view import encode_view, view_of
+from cli.form import chosen as chosen_form
 from cli.notify import Phase, encode_state
 from cli.output import error_line
+from cli.terms import confirm
 from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.messages import MeshPage, RegionState
 from felix.notebook import html_of
@@ -447,6 +449,33 @@ def test_an_offer_of_another_region_is_told_apart_and_not_obeyed(
         assert shown not in seen, (name, seen.get(shown))
         seen[shown] = name
     tally("offers of another region", len(texts))
+
+
+class Person(io.StringIO):
+    """Sits at a terminal, and says yes to whatever is asked."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("form", ["json", "yaml", "name"])
+def test_nobody_is_asked_to_sign_what_the_output_does_not_show(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """With an output for programs no row is printed before the question, and no fingerprint."""
+    eu = RegionFolder.of("eu-west", home)
+    signed = make_offer(eu, load_config(eu.config), ["eu.example.org:7444"], "", now_ms())
+    (tmp_path / "offer").write_bytes(signed.encode())
+    monkeypatch.setattr("sys.stdin", Person("y\ny\n"))
+    said = run_felix(
+        monkeypatch, home, "region", "trust", str(tmp_path / "offer"), "--offline", "-o", form, terminal=True
+    )
+    assert said.code and b"Nobody compared" in said.err
+    assert not (RegionFolder.of("us-east", home).trusted / "eu-west.json").exists()
+    monkeypatch.setattr(chosen_form, "form", form)
+    with pytest.raises(RequestError, match="nothing is shown before"):
+        confirm("Sign these terms?", yes=False)
+    confirm("Sign these terms?", yes=True)
 
 
 def test_what_others_wrote_into_a_file_is_data_in_a_pipe_and_escapes_on_a_terminal(
