@@ -52,7 +52,7 @@ class UncleanElection(
     incarnation: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{_INCARNATION_CHARS}}}$")]
     shard: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
     epoch: Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
-    election: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,64}$")]
+    election: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,64}\Z")]
     cause: UncleanCause
     leader: _Name
     end: _Natural | None = None

@@ -33,7 +33,20 @@ from cli.audit_copies import furthest_copy
 from cli.exits import EXIT_DAMAGED, EXIT_FAILED, EXIT_VERSION_1
 from cli.grants import known_bundles
 from cli.moments import parse_past
-from cli.output import counted, err, iso, lines, note, out, print_json, progress, styled, table, verdict
+from cli.output import (
+    counted,
+    err,
+    iso,
+    lines,
+    note,
+    out,
+    print_json,
+    progress,
+    styled,
+    table,
+    verdict,
+    write_data,
+)
 from cli.process import read_state
 from cli.setting import (
     JsonOption,
@@ -505,13 +518,13 @@ def _print_report(path: Path, report: Report) -> None:
         for each in report.unsupported:
             out.print(f"    - {each}")
     for seen in report.notices[:20]:
-        out.print(f"  notice, leaf {seen.leaf}: {seen.sentence}")
+        out.print(f"  notice, leaf {seen.leaf}: {spelled_out(seen.sentence)}")
     if len(report.notices) + report.notices_left_off > 20:
         more = len(report.notices) + report.notices_left_off - 20
         out.print(f"  … and {more:,} more notices ({len(report.notices):,} of them with --json)")
     for finding in report.findings[:20]:
         where = f"leaf {finding.leaf}" if finding.leaf is not None else finding.path
-        err.print(f"  step {finding.step}, {where}: {finding.sentence}", style="red")
+        err.print(f"  step {finding.step}, {where}: {spelled_out(finding.sentence)}", style="red")
     if len(report.findings) + report.left_off > 20:
         err.print(f"  … and {len(report.findings) + report.left_off - 20} more (all of them with --json)")
 
@@ -790,14 +803,13 @@ def policy_(
     logs = [(region, key) for region in regions for key in region.logs if key.to_size is None or not signing]
     # A key that a region names as a bridge's log, by itself, takes no line from a log that people compared.
     logs.sort(key=lambda each: each[1].public not in each[0].compared_keys)
-    print(
-        format_policy(
-            [key for _, key in logs],
-            {region.region: region.witnesses for region in regions},
-            post_quantum=post_quantum,
-        ),
-        end="",
+    # A name of another region's key may hold what a terminal obeys.
+    text = format_policy(
+        [key for _, key in logs],
+        {region.region: region.witnesses for region in regions},
+        post_quantum=post_quantum,
     )
+    write_data(text.encode())
 
 
 def _egress_log(region: str) -> Path:

@@ -63,6 +63,7 @@ from felix.files import write_output
 from felix.messages import ApprovalTally, CrossingExplained, ExpiryState, Start, Subscribe
 from felix.names import NamePattern, SpiffeId
 from felix.runtime.real import now_ms
+from felix.visible import spelled_out
 from keys.key_file import load_signing_key
 from policy.access import Verb
 from policy.approval import Tally
@@ -468,7 +469,7 @@ def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> No
     links = [link for link in stopped if link.cut is not None]
     for link in stopped:
         if link.cut is None:
-            note(f"{link.stream} shard {link.shard}: {link.reason}")
+            note(f"{link.stream} shard {link.shard}: {spelled_out(link.reason)}")
     if not links:
         raise RequestError(
             f"There is no truncation to accept on the links of {view.grant}."
@@ -480,7 +481,7 @@ def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> No
             else where_truncations_are(view, config.region),
         )
     for link in links:
-        out.print(f"{link.stream} shard {link.shard}: {link.reason}")
+        out.print(f"{link.stream} shard {link.shard}: {spelled_out(link.reason)}")
         out.print(f"It would go on at source offset {link.cut.offset}, epoch {link.cut.epoch}.")
     confirm("Accept that, on the record of both regions?", yes)
     for link in links:
@@ -522,7 +523,7 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
                 view.export.terms.from_region,
                 view.export.terms.to_region,
                 view.export.terms.basis.value,
-                view.export.terms.purpose,
+                spelled_out(view.export.terms.purpose),
                 iso(view.export.terms.expires),
             ]
             if view.export
@@ -535,12 +536,12 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
         table(
             "Denials",
             ["streams", "other region", "by", "reason"],
-            [[d.streams, d.peer, d.region, d.reason] for d in denials],
+            [[d.streams, d.peer, d.region, spelled_out(d.reason)] for d in denials],
         )
     for sentence in waiting_notes(views, config.region, connected):
         note(sentence)
     for problem in book.problems:
-        note(f"not believed: a document signed as {problem.document.region}: {problem.sentence}")
+        note(f"not believed: a document signed as {problem.document.region}: {spelled_out(problem.sentence)}")
     for claim in book.left_out:
         note(f"left out, because there are more documents than one book takes: {claim.grant}")
 
@@ -654,10 +655,10 @@ def explain(
             + (f", rule {found.rule}" if found.rule else "")
         )
         for reason in found.reasons:
-            out.print(f"    - {reason}")
+            out.print(f"    - {spelled_out(reason)}")
         out.print(f"  grant:  {found.grant + ', ' if found.grant else ''}{found.grant_state}")
         if found.refused and found.refused != RefusalKind.AGAINST_POLICY:
-            out.print(f"  why:    {found.sentence}")
+            out.print(f"  why:    {spelled_out(found.sentence)}")
         tallies = [
             Tally(each.region, each.needed, tuple(each.approved), tuple(each.not_counted))
             for each in found.approvals
@@ -827,7 +828,7 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
                 link.crossed,
                 link.withheld,
                 link.filtered,
-                link.reason,
+                spelled_out(link.reason),
             ]
             for link in links
         ],

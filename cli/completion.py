@@ -67,7 +67,7 @@ def complete(
     """Print what may stand in place of the last word; for the scripts of `felix completion`."""
     try:
         for value, told in proposals(root_command(), words or [""]):
-            print(f"{value}\t{visible(told)}")
+            print(f"{visible(value)}\t{visible(told)}")
     except (FelixError, OSError):
         return
 

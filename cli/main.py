@@ -12,6 +12,7 @@ import signal
 import stat
 import sys
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
@@ -24,7 +25,7 @@ from cli.form import DATA_FORMS, read_off
 from felix import __version__
 from felix.errors import Code, FelixError
 from felix.storage.port import has_failed, is_full
-from felix.visible import VisibleFormatter
+from felix.visible import VisibleFormatter, spelled_out, visible
 
 app = typer.Typer(
     name="felix",
@@ -150,17 +151,24 @@ def main(command: typer.Typer = app) -> None:
         sys.stdout.flush()
     except FelixError as error:
         ended = exit_code(error)
+        is_data = read_off(sys.argv[1:]) in DATA_FORMS
+        # A peer's words are not laid out: nothing of them stands where ours do.
+        told = str if is_data or not error.told else spelled_out
         name = error.code.name.lower().replace("_", "-")
         mistakes = getattr(error, "mistakes", ())
         listed = mistakes if len(mistakes) > 1 else ()
-        _say(error.sentence, error.hint, name, int(error.code), ended, error.retry_after_ms, listed)
+        _say(
+            told(error.sentence), told(error.hint), name, int(error.code), ended, error.retry_after_ms, listed
+        )
     except typer.TyperException as error:
         ended = error.exit_code
         show = getattr(error, "show", None)
         if read_off(sys.argv[1:]) in DATA_FORMS:
             _say(error.format_message(), "", "usage", int(Code.INVALID), ended)
         elif show is not None:
-            show()
+            said = StringIO()
+            show(said)
+            sys.stderr.write(visible(said.getvalue(), keep="\n"))
     except typer.Abort:
         ended = EXIT_FAILED
         _say("Nothing was done.", "", "aborted", int(Code.INVALID), ended)

@@ -13,6 +13,7 @@ from cli.mesh_map import ENDED, Crossing, MeshMap, RegionOnMap, draw_map, survey
 from cli.output import counted, iso, note, out, print_json, styled
 from cli.setting import IdentityOption, JsonOption, choose_region, known_regions, run
 from felix.messages import AuditLog, Denial
+from felix.visible import spelled_out
 
 _GOOD: Final = frozenset(("up", "active"))
 _BAD: Final = frozenset(("down", "revoked", "denied", "truncated", "stopped", "silent"))
@@ -44,7 +45,7 @@ def picture(found: MeshMap) -> list[Tree]:
 
 
 def _tree(region: RegionOnMap, found: MeshMap) -> Tree:
-    place = ", ".join(part for part in (region.country, region.jurisdiction) if part)
+    place = ", ".join(part for part in (region.country, spelled_out(region.jurisdiction)) if part)
     parts: list[str | tuple[str, str]] = [(region.region, "bold"), f"  {place}" if place else "", "  "]
     parts.append(_state(region.state))
     if region.state == "up":
@@ -88,24 +89,26 @@ def _add_crossing(tree: Tree, crossing: Crossing) -> None:
         figures += [f"{crossing.filtered:,} filtered"] if crossing.filtered else []
         made.add(_line("; ".join(figures)))
     if crossing.reason:
-        made.add(_line((crossing.reason, "" if crossing.state in _GOOD else "yellow")))
+        made.add(_line((spelled_out(crossing.reason), "" if crossing.state in _GOOD else "yellow")))
     until = f" until {iso(crossing.expires_ms)}" if crossing.expires_ms else ""
     made.add(_line((f"{crossing.grant}{until}", "dim")))
 
 
 def _log_line(log: AuditLog) -> str:
-    who = ", ".join(each.name for each in log.cosigners)
+    who = ", ".join(spelled_out(each.name) for each in log.cosigners)
     cosigned = f"; {log.cosigned_size:,} cosigned by {who}" if who else "; not cosigned"
     return f"audit log: {counted(log.size, 'leaf').replace('leafs', 'leaves')}{cosigned}"
 
 
 def _denial_line(denial: Denial) -> str:
     peer = "any region" if denial.peer == "*" else denial.peer
-    return f"denies {denial.streams} to and from {peer}" + (f": {denial.reason}" if denial.reason else "")
+    return f"denies {denial.streams} to and from {peer}" + (
+        f": {spelled_out(denial.reason)}" if denial.reason else ""
+    )
 
 
 def _state(state: str) -> tuple[str, str]:
-    return state, "green" if state in _GOOD else "bold red" if state in _BAD else "yellow"
+    return spelled_out(state), "green" if state in _GOOD else "bold red" if state in _BAD else "yellow"
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:

@@ -112,8 +112,7 @@ def print_json(value: Any, *, kind: str = "", **more: Any) -> None:
     elif chosen.form == "yaml":
         sys.stdout.write(_yaml(whole))
     else:
-        text = msgspec.json.format(msgspec.json.encode(whole), indent=2)
-        sys.stdout.buffer.write(visible_json(text) + b"\n")
+        sys.stdout.buffer.write(visible_json(msgspec.json.format(_json(whole), indent=2)) + b"\n")
     sys.stdout.flush()
 
 
@@ -126,7 +125,7 @@ def write_json_line(value: Any) -> None:
     elif chosen.form == "yaml":
         sys.stdout.write("---\n" + _yaml(made))
     else:
-        sys.stdout.buffer.write(visible_json(msgspec.json.encode(made)) + b"\n")
+        sys.stdout.buffer.write(visible_json(_json(made)) + b"\n")
 
 
 def print_done() -> None:
@@ -152,7 +151,26 @@ def error_line(
         "retry_after_ms": retry_after_ms,
         "exit_code": exit_code,
     }
-    return visible_json(msgspec.json.encode(made))
+    return visible_json(_json(made))
+
+
+def _json(value: Any) -> bytes:
+    """As JSON. What stands in a name of a file or an argument for bytes that are not UTF-8 has no form in it, and is written out: `\\udcff`."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_encodable(value))
+
+
+def _encodable(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_encodable(name): _encodable(each) for name, each in value.items()}
+        case list():
+            return [_encodable(each) for each in value]
+    return value
 
 
 def _object(kind: str, value: Any) -> dict[str, Any]:

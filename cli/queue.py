@@ -47,6 +47,7 @@ from felix.messages import StreamState
 from felix.queue import Job, job_headers
 from felix.queue_messages import Held, QueueState
 from felix.settings import DEAD_SUFFIX
+from felix.visible import spelled_out
 from policy.quantity import Duration, Size
 
 app = typer.Typer(no_args_is_help=True)
@@ -253,7 +254,10 @@ def describe(
         table(
             "Workers",
             ["worker", "identity", "leased#", "pushed to"],
-            [[worker.name, worker.identity, worker.leased, worker.granted] for worker in state.workers],
+            [
+                [spelled_out(worker.name), worker.identity, worker.leased, worker.granted]
+                for worker in state.workers
+            ],
         )
 
 
@@ -635,7 +639,7 @@ def peek(
                 each.phase,
                 each.job.attempts,
                 _handle(each.job) if each.phase == "leased" else "",
-                each.worker,
+                spelled_out(each.worker),
                 iso(each.leased_ms) if each.leased_ms else "",
                 iso(each.due_ms) if each.phase in ("leased", "delayed") else "",
                 iso(each.job.timestamp_ms),

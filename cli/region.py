@@ -52,6 +52,7 @@ from felix.files import write_output
 from felix.messages import BrokerState, RegionState
 from felix.profile import load_profile
 from felix.runtime.real import now_ms
+from felix.visible import spelled_out
 from keys.bundle import AuditKey, decode_bundle
 from region.folder import RegionFolder
 
@@ -564,11 +565,11 @@ def status(
 def _print_problems(row: dict[str, Any]) -> None:
     """What is wrong, the most serious first, then what is as an operator has it."""
     for problem in row["problems"][:PROBLEMS_SHOWN]:
-        out.print(styled((f"problem: {problem}", "bold red")))
+        out.print(styled((f"problem: {spelled_out(problem)}", "bold red")))
     if (more := len(row["problems"]) - PROBLEMS_SHOWN) > 0:
         out.print(f"and {more:,} more: --json shows all")
     for remark in row["remarks"]:
-        out.print(styled(f"remark: {remark}"))
+        out.print(styled(f"remark: {spelled_out(remark)}"))
 
 
 def _ends_here(region: str, brokers: Sequence[BrokerState], named: Sequence[str] = ()) -> list[str]:

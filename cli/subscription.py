@@ -15,6 +15,7 @@ from felix.batch import Record
 from felix.errors import RequestError
 from felix.messages import Redriven, SubscriptionState
 from felix.settings import Retries, RetriesChange, SubscriptionSettings
+from felix.visible import spelled_out
 from policy.quantity import Duration
 
 app = typer.Typer(no_args_is_help=True)
@@ -216,7 +217,10 @@ def describe(
         print_json(state)
         return
     out.print(
-        styled((state.name, "bold"), f" of {state.stream}, by {state.creator}, since {iso(state.created_ms)}")
+        styled(
+            (spelled_out(state.name), "bold"),
+            f" of {state.stream}, by {spelled_out(state.creator)}, since {iso(state.created_ms)}",
+        )
     )
     out.print(format_settings(state))
     out.print(
@@ -245,7 +249,7 @@ def describe(
                 s.lag_ms,
                 s.unacked,
                 s.waiting,
-                s.consumer,
+                spelled_out(s.consumer),
             ]
             for s in state.shards
         ],
@@ -253,7 +257,7 @@ def describe(
     table(
         "Consumers",
         ["consumer", "identity", "state", "shards"],
-        [[c.name, c.identity, c.state, ", ".join(map(str, c.shards))] for c in state.consumers],
+        [[spelled_out(c.name), c.identity, c.state, ", ".join(map(str, c.shards))] for c in state.consumers],
     )
 
 

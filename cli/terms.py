@@ -1,7 +1,7 @@
 """All terms of a grant, shown to people before they sign, and the question whether they sign.
 
 Their texts were chosen by whoever drew the grant up, who may gain from a row that is read as another one: they are spelled out, so that none of them looks like rows of its own
-(`felix.visible.spelled_out`), nor like what stands where nothing is named.
+(`felix.visible.spelled_out`), nor like what stands where nothing is named. Below a text with letters that may look like others stands the same in escapes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 import typer
 from rich.text import Text
 
+from cli.form import chosen
 from cli.output import err, iso, lines, table
 from felix.errors import RequestError
-from felix.visible import spelled_out
+from felix.visible import in_ascii, is_plain, spelled_out
 from policy.approval import Tally
 from policy.grant import ExportGrant
 from policy.quantity import Size
@@ -28,17 +29,25 @@ _NO_HEADERS = "none"
 _NO_FILTER = "none: every record crosses"
 
 
-def _given(text: str, nothing: str) -> str:
-    """A text of the terms, or the words for none; in quotes where it is those words."""
+def _lines(text: str, nothing: str = "") -> list[str]:
+    """A text that somebody signs, or the words for none; in quotes where it is those words. In a second line as ASCII, where its letters may look like others."""
     if not text:
-        return nothing
+        return [nothing]
     shown = spelled_out(text)
-    return f'"{shown}"' if shown == nothing else shown
+    if shown == nothing:
+        return [f'"{shown}"']
+    return [shown] if is_plain(shown) else [shown, f"that is, {in_ascii(text)}"]
+
+
+def signed_text(text: str, nothing: str = "") -> str | Text:
+    """A cell: a text that somebody else chose, as whoever signs it reads it; `nothing` where it is empty."""
+    found = _lines(text, nothing)
+    return lines(found) if len(found) > 1 else found[0]
 
 
 def _each(texts: Sequence[str], nothing: str) -> str | Text:
     """Several texts, a line for each: whatever stood between them could be in one of them."""
-    return lines([_given(text, nothing) for text in texts]) if texts else nothing
+    return lines(line for text in texts for line in _lines(text, nothing)) if texts else nothing
 
 
 def terms_rows(terms: GrantTerms) -> list[Row]:
@@ -50,15 +59,15 @@ def terms_rows(terms: GrantTerms) -> list[Row]:
         ("wildcard", "YES: every stream that fits the pattern, now and later" if terms.wildcard else "no"),
         ("from, to", f"{terms.from_region} → {terms.to_region}"),
         ("bridge", terms.bridge),
-        ("purpose", spelled_out(terms.purpose)),
+        ("purpose", signed_text(terms.purpose)),
         ("basis", f"{terms.basis.value}{article}"),
-        ("mechanism", _given(terms.mechanism, _NONE_NAMED)),
-        ("reference", _given(terms.reference, _NONE_NAMED)),
-        ("assessment", _given(terms.transfer_assessment, _NONE_NAMED)),
+        ("mechanism", signed_text(terms.mechanism, _NONE_NAMED)),
+        ("reference", signed_text(terms.reference, _NONE_NAMED)),
+        ("assessment", signed_text(terms.transfer_assessment, _NONE_NAMED)),
         ("categories", _each(terms.categories, _NONE_NAMED)),
-        ("exporter", spelled_out(terms.exporter)),
-        ("importer", spelled_out(terms.importer)),
-        ("owner", spelled_out(terms.owner)),
+        ("exporter", signed_text(terms.exporter)),
+        ("importer", signed_text(terms.importer)),
+        ("owner", signed_text(terms.owner)),
         ("drawn up by", terms.drawn_up_by),
         ("valid", f"{iso(terms.not_before)} to {iso(terms.expires)}"),
         *_transform_rows(terms.transform),
@@ -76,15 +85,15 @@ def _transform_rows(spec: TransformSpec) -> list[Row]:
         others = "payloads cross unread"
     return [
         ("format", spec.format.value),
-        ("fields", lines([*(_field(rule) for rule in spec.fields), others])),
-        ("filter", _given(spec.filter, _NO_FILTER)),
+        ("fields", lines([*(line for rule in spec.fields for line in _field(rule)), others])),
+        ("filter", signed_text(spec.filter, _NO_FILTER)),
         ("record key", spec.key.value),
         ("headers", _each(spec.headers, _NO_HEADERS)),
         ("trace context", "crosses" if spec.trace else "does not cross"),
     ]
 
 
-def _field(rule: FieldRule) -> str:
+def _field(rule: FieldRule) -> list[str]:
     details = []
     if rule.do == "mask":
         details.append(f"last {rule.last} characters stay" if rule.last else "nothing stays readable")
@@ -92,7 +101,8 @@ def _field(rule: FieldRule) -> str:
         details.append(f"{rule.digest_bytes} bytes, {rule.encoding.value}")
     if rule.missing is not None:
         details.append(f"missing: {rule.missing.value}")
-    return f"{rule.do.value} {spelled_out(rule.field)}" + (f" ({', '.join(details)})" if details else "")
+    shown, *as_ascii = _lines(rule.field)
+    return [f"{rule.do.value} {shown}" + (f" ({', '.join(details)})" if details else ""), *as_ascii]
 
 
 def show_terms(export: ExportGrant) -> None:
@@ -117,9 +127,14 @@ def short_tallies(tallies: Iterable[Tally]) -> str:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask a person; `--yes` answers. Raises RequestError if there is no terminal to ask at, Exit if the answer is no."""
+    """Ask a person; `--yes` answers. Raises RequestError if there is no terminal to ask at, or the form of the output shows no person what is signed, Exit if the answer is no."""
     if yes:
         return
+    if chosen.is_data:
+        raise RequestError(
+            f"This is signed only after a person read it and said yes, and with -o {chosen.form} nothing is shown before.",
+            hint="Call it without -o or --json to read it, or with --yes.",
+        )
     if not sys.stdin.isatty():
         raise RequestError(
             "This is signed only after a person said yes, and there is no terminal to ask at.",

@@ -32,7 +32,7 @@ from cli.setting import IdentityOption, JsonOption, RegionOption, choose_region,
 from felix.errors import FelixError, RequestError
 from felix.messages import CacheTraffic, LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.names import StreamName
-from felix.visible import visible
+from felix.visible import spelled_out, visible
 
 ROWS: Final = 15
 """Of each table, where nothing else is asked for: what fits a screen."""
@@ -418,7 +418,7 @@ def _sections(found: TopStats) -> list[_Section]:
             [
                 (
                     each.grant, each.stream, each.state, each.lag_records if each.lag_records >= 0 else "?", each.to_region,
-                    each.lag_ms if each.lag_ms >= 0 else "?", each.shard, each.reason,
+                    each.lag_ms if each.lag_ms >= 0 else "?", each.shard, spelled_out(each.reason),
                 )
                 for each in found.links
             ],

@@ -16,11 +16,13 @@ from cli.grants import own_bundle
 from cli.output import iso, lines, note, out, print_json, table
 from cli.process import read_state
 from cli.setting import JsonOption, RegionOption, connect, folder_of, read_file, run
+from cli.terms import signed_text
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from felix.messages import PutDocument
 from felix.page import list_documents
 from felix.runtime.real import now_ms
+from felix.visible import spelled_out
 from keys.bundle import (
     FormerKeys,
     Known,
@@ -33,7 +35,7 @@ from keys.bundle import (
     check_update,
     decode_bundle,
 )
-from keys.offer import SignedOffer, decode_offer, is_offer
+from keys.offer import RegionOffer, SignedOffer, decode_offer, is_offer
 from keys.pin import UNCOMPARED, SignedPin, continues, decode_pins
 from region.folder import RegionFolder
 from region.trust.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
@@ -41,6 +43,8 @@ from region.trust.offers import is_of_this_machine, keep_offer, kept_offer, make
 if TYPE_CHECKING:
     from audit.trust import RegionTrust
     from region.config import RegionConfig
+
+_NOT_NAMED = "not named"
 
 
 def offer(
@@ -354,21 +358,28 @@ def _read(path: Path) -> Received:
     return Received(decode_bundle(data), None)
 
 
+def _party(offer: RegionOffer) -> list[list[str | Text]]:
+    return [
+        ["entity", signed_text(offer.entity, _NOT_NAMED)],
+        ["contact", signed_text(offer.contact, _NOT_NAMED)],
+    ]
+
+
 def _told(signed: SignedBundle, offer: SignedOffer | None) -> list[list[str | Text]]:
-    """The content of a bundle and an offer, as rows for people."""
+    """The content of a bundle and an offer, as rows for people. Its texts are that region's, and whoever reads them has a pin signed: none looks like rows of its own."""
     bundle = signed.bundle
     rows: list[list[str | Text]] = [
         ["region", f"{bundle.region} of mesh {bundle.mesh}"],
-        ["country", f"{bundle.country}, jurisdiction {bundle.jurisdiction}"],
+        ["country", bundle.country],
+        ["jurisdiction", signed_text(bundle.jurisdiction)],
     ]
     if offer is not None:
         rows += [
-            ["entity", offer.offer.entity or "not named"],
-            ["contact", offer.offer.contact or "not named"],
-            ["reached at", lines(offer.offer.addresses)],
+            *_party(offer.offer),
+            ["reached at", lines(map(spelled_out, offer.offer.addresses))],
         ]
     bridges = dict.fromkeys(key.name.rpartition("/")[2] for key in bundle.bridge_logs())
-    rows.append(["bridges", lines(bridges) if bridges else "none yet"])
+    rows.append(["bridges", lines(map(spelled_out, bridges)) if bridges else "none yet"])
     if bundle.former:
         rows.append(["former keys", ended_in_words(bundle.former)])
     return [
@@ -499,6 +510,11 @@ def _none_brought_back(folder: RegionFolder, other: RegionBundle) -> None:
     )
 
 
+def _is_read() -> bool:
+    """Whether a person reads what is shown, and can be asked: where the output is an object, neither rows nor fingerprint are shown before."""
+    return sys.stdin.isatty() and not chosen.is_data
+
+
 def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:
     """Ask where there is something to agree to besides the fingerprint. Raises RequestError where the answer is no.
 
@@ -513,10 +529,8 @@ def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:
         and (new.offer.entity, new.offer.contact) != (kept.entity, kept.contact)
     )
     if kept is not None and changed:
-        note(
-            f"until now its entity was {kept.entity or 'not named'}, its contact {kept.contact or 'not named'}."
-        )
-    if sys.stdin.isatty():
+        table("Until now", ["", ""], _party(kept))
+    if _is_read():
         if not typer.confirm(f"Trust {bundle.region} as it stands above?", err=True):
             raise RequestError(f"{bundle.region} is not trusted; nothing was changed.")
     elif changed and not is_compared:
@@ -571,7 +585,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
             return False
         except FelixError as error:
             changed = f" {error.sentence}"
-    if not sys.stdin.isatty():
+    if not _is_read():
         raise RequestError(
             f"Nobody compared the fingerprint of {new.region}'s bundle.{changed}",
             hint="Ask that region's operator for it by another way than the file came (`felix region bundle "

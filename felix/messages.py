@@ -36,6 +36,7 @@ from felix.settings import (
     SubscriptionSettings,
     Views,
 )
+from felix.visible import visible
 
 PROTOCOL_VERSIONS: Final = (2,)
 """Version 1 (release 0.1) is not spoken: its proof of identity was bound to a name that all brokers of a region share."""
@@ -1312,7 +1313,7 @@ def decode_answer(body: memoryview) -> Answer:
 def decode_goodbye(body: memoryview) -> Goodbye:
     """Raises ProtocolError(FRAME_MALFORMED)."""
     message: Goodbye = _decode(_goodbye_decoder, body, "goodbye")
-    return message
+    return msgspec.structs.replace(message, reason=visible(message.reason))
 
 
 def encode_error(error: FelixError, correlation: int = 0) -> bytes:
@@ -1329,6 +1330,8 @@ def encode_error(error: FelixError, correlation: int = 0) -> bytes:
 def decode_error(body: memoryview) -> FelixError:
     """The error that a peer's ERROR frame stands for. Raises ProtocolError(FRAME_MALFORMED)."""
     found: ErrorBody = _decode(_error_decoder, body, "error")
+    # A program prints or logs an error as it comes: nothing in a peer's words is obeyed there, or begins a line.
+    found = msgspec.structs.replace(found, sentence=visible(found.sentence), hint=visible(found.hint))
     error = error_for(found.code, found.sentence, found.hint, found.retry_after_ms, found.log_end)
     if found.code == Code.NOT_LEADER:
         error = NotLeaderError(

@@ -1,9 +1,9 @@
 """Text from outside, made safe to show: in a terminal, in a log line, on a page. Pure.
 
 A name, a sentence or a key that somebody else chose may hold characters that a terminal obeys (ESC [2J clears it), that
-start a line of their own in a log, that turn the reading direction of what follows, or that are letters without ink. `visible` writes each of them as
+start a line of their own in a log, that turn the reading direction of what follows, that are letters without ink, or marks piled on one letter. `visible` writes each of them as
 a backslash escape, so that it is seen and does nothing. All other text stays as it is, backslashes included. Blanks are such text; where what stands beside or below
-a text is told by its place alone, `spelled_out` shows them, too.
+a text is told by its place alone, `spelled_out` shows them, too. Letters that look like others are left as they are; where people sign, `in_ascii` stands beside them.
 
 Who may call: any code that shows text. Not for data that a program reads: that keeps its bytes.
 """
@@ -28,9 +28,13 @@ _NO_INK: Final = frozenset(
 ) | {chr(each) for some in _NOT_ASSIGNED for each in some}
 """Letters, marks and symbols that show nothing: fillers, joiners, vowels that are not written, the Braille pattern and the notehead without a dot. How wide they are is another matter in each terminal.
 Selectors of variants stay: they belong to emoji."""
-_MARKS_MAX: Final = 2
-"""Marks on one letter, as scripts have them. More of them cover the lines above and below."""
+MARKS_MAX: Final = 4
+"""Marks on one letter, as scripts have them: Hebrew of the Bible, stacks of Tibetan. More of them cover the lines above and below."""
+_MARKS_SIGNED_MAX: Final = 2
+"""As most scripts have them, where people sign."""
 _SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_ESCAPE: Final = re.compile(r"\\(?:[nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+"""What `_escape` writes."""
 
 
 def _escape(character: str) -> str:
@@ -46,36 +50,67 @@ def _is_hidden(character: str) -> bool:
     return unicodedata.category(character) in _HIDDEN or character in _NO_INK
 
 
+def _is_mark(character: str) -> bool:
+    return unicodedata.category(character)[0] == "M"
+
+
 def is_visible(text: str) -> bool:
     """True where `visible` would change nothing."""
-    if text.isprintable():
-        return _NO_INK.isdisjoint(text)
-    return not any(map(_is_hidden, text))
+    if text.isascii():
+        return text.isprintable()
+    return not any(map(_is_hidden, text)) and not _is_piled(text)
+
+
+def _is_piled(text: str) -> bool:
+    """Whether a letter in it has more marks than `MARKS_MAX`."""
+    marks = 0
+    for one in text:
+        marks = marks + 1 if _is_mark(one) else 0
+        if marks > MARKS_MAX:
+            return True
+    return False
 
 
 def visible(text: str, keep: str = "") -> str:
-    """The text with every control and format character as an escape: `\\n`, `\\x1b`, `\\u202e`; and what has no ink. `keep` are left."""
+    """The text with every control and format character as an escape: `\\n`, `\\x1b`, `\\u202e`; and what has no ink, or is piled on a letter. `keep` are left."""
     if is_visible(text):
         return text
-    return "".join(_escape(one) if _is_hidden(one) and one not in keep else one for one in text)
+    shown: list[str] = []
+    marks = 0
+    for one in text:
+        marks = marks + 1 if not one.isascii() and _is_mark(one) else 0
+        shown.append(_escape(one) if marks > MARKS_MAX or (_is_hidden(one) and one not in keep) else one)
+    return "".join(shown)
 
 
 def spelled_out(text: str) -> str:
-    """As `visible`, for people who sign what they read: besides, no blank but single ones between words is left, and no more marks on a letter than scripts have. So nothing of the text
-    stands anywhere but behind what is before it."""
+    """As `visible`, for people who sign what they read: besides, no blank but single ones between words is left, and no more marks on a letter than most scripts have. So nothing of the text
+    stands anywhere but behind what is before it. A backslash that reads as an escape is written as one, so that no two texts are shown alike."""
     shown: list[str] = []
     marks, before = 0, " "
     last = len(text) - 1
     for at, one in enumerate(text):
-        marks = marks + 1 if unicodedata.category(one)[0] == "M" else 0
+        marks = marks + 1 if _is_mark(one) else 0
         is_blank = unicodedata.category(one) == "Zs"
         is_odd = is_blank and (one != " " or before == " " or at == last)
-        shown.append(_escape(one) if is_odd or marks > _MARKS_MAX or _is_hidden(one) else one)
+        is_odd = is_odd or (one == "\\" and _ESCAPE.match(text, at) is not None)
+        shown.append(_escape(one) if is_odd or marks > _MARKS_SIGNED_MAX or _is_hidden(one) else one)
         before = " " if is_blank else one
     return "".join(shown)
 
 
-_IN_JSON: Final = re.compile(r"[^\x00-\x7e]")
+def is_plain(text: str) -> bool:
+    """True where each letter is the one that it looks like: of ASCII, or with an accent as one character of Latin-1 (`é`, `ß`). Others may look like those (`А` of Cyrillic, `ａ` of
+    full width, `e` with an accent of its own, a dash), and a person who reads them cannot tell."""
+    return all(one.isascii() or ("\u00c0" <= one <= "\u00ff" and one.isalpha()) for one in text)
+
+
+def in_ascii(text: str) -> str:
+    """The text spelled out, and each character that is not of ASCII as an escape: no two texts are shown alike, whatever the font."""
+    return "".join(one if one.isascii() else _escape(one) for one in spelled_out(text))
+
+
+_IN_JSON: Final = re.compile(r"[^\x00-\x7e]+")
 
 
 def visible_json(data: bytes) -> bytes:
@@ -85,13 +120,22 @@ def visible_json(data: bytes) -> bytes:
     """
     if data.isascii() and b"\x7f" not in data:
         return data
-    return _IN_JSON.sub(_json_escape, data.decode()).encode()
+    return _IN_JSON.sub(_json_escapes, data.decode()).encode()
 
 
-def _json_escape(match: re.Match[str]) -> str:
-    one = match.group()
-    if not _is_hidden(one):
-        return one
+def _json_escapes(match: re.Match[str]) -> str:
+    text = match.group()
+    if is_visible(text):
+        return text
+    shown: list[str] = []
+    marks = 0
+    for one in text:
+        marks = marks + 1 if _is_mark(one) else 0
+        shown.append(_json_escape(one) if marks > MARKS_MAX or _is_hidden(one) else one)
+    return "".join(shown)
+
+
+def _json_escape(one: str) -> str:
     units = one.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 

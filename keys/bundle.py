@@ -157,7 +157,7 @@ class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     format: Literal[1, 2] = 1
     region: str
     mesh: str
-    country: Annotated[str, msgspec.Meta(pattern="^[A-Z]{2}$")]
+    country: Annotated[str, msgspec.Meta(pattern=r"\A[A-Z]{2}\Z")]
     jurisdiction: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     issued_ms: Annotated[int, msgspec.Meta(ge=0)]
     root_pem: Annotated[str, msgspec.Meta(max_length=8192)]

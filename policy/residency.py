@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from felix.errors import Code, RequestError
 from felix.names import NamePattern, StreamName, parse_region
-from felix.visible import visible
+from felix.visible import in_ascii, visible
 from policy.approval import KIND_BYTES_MAX, ApprovalRule
 from policy.documents import ConfigError, Document, Mistake, Parsed, Path, Place, decode_placed, nearest
 from policy.fieldpath import FieldPath
@@ -314,9 +314,10 @@ def require_visible(policy: ResidencyPolicy) -> None:
     for number, line in enumerate(lines, 1):
         shown = visible(line, keep="\t")
         if shown != line:
-            at = next(at for at, one in enumerate(line) if visible(one, keep="\t") != one)
+            # Up to there both are the same, and what stands for a character begins as none of these does.
+            at = next(at for at, (one, other) in enumerate(zip(shown, line, strict=False)) if one != other)
             raise ResidencyError(
-                f"Line {number} of the policy of {policy.region} has a character that is not shown, {visible(line[at])}: who reads the text may take it for another policy.",
+                f"Line {number} of the policy of {policy.region} has a character that is not shown, {in_ascii(line[at])}: who reads the text may take it for another policy.",
                 code=Code.CONFIG_INVALID,
                 hint="Take it out. A text in quotes may name it by an escape.",
             )

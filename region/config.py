@@ -334,7 +334,7 @@ class RegionConfig(Part, frozen=True):
 
     region: Label
     mesh: Label
-    country: Annotated[str, msgspec.Meta(pattern="^[A-Z]{2}$")]
+    country: Annotated[str, msgspec.Meta(pattern=r"\A[A-Z]{2}\Z")]
     entity: str = ""
     contact: Line = ""
     broker: Label = "b1"

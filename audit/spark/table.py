@@ -28,6 +28,8 @@ from audit.leaf import TIME_MS_MAX
 from felix.visible import visible
 from policy.quantity import AFTER_CALENDAR
 
+_ITEM_ESCAPE: Final = re.compile(r"\\(?=x3b|x5c)")
+"""The backslash of a text that reads as what stands for a semicolon, or for such a backslash."""
 _FORMULA: Final = re.compile(r"(?:^|(?<=;))(?=\s*[=+\-@\uff1d\uff0b\uff0d\uff20])")
 """Where a spreadsheet may take what follows for a formula: at the beginning of a cell, and behind a semicolon, which begins one where it is the list
 separator; also behind blanks, which some strip, and where the sign is a full-width one. Tabs and line feeds stand as escapes before this is asked."""
@@ -153,8 +155,10 @@ def _csv_cell(value: Value, kind: Type) -> str:
     if kind is Type.FLAG:
         return "true" if value else "false"
     if isinstance(value, list):
-        # A semicolon in an item would make two items of it.
-        text = LIST_SEPARATOR.join(visible(item).replace(";", "\\x3b") for item in value)
+        # A semicolon in an item would make two items of it. What stands for one is told from the same text.
+        text = LIST_SEPARATOR.join(
+            visible(_ITEM_ESCAPE.sub(r"\\x5c", item)).replace(";", "\\x3b") for item in value
+        )
     else:
         text = visible(str(value))
     return _FORMULA.sub("'", text) if kind in (Type.TEXT, Type.LIST) else text

@@ -71,7 +71,7 @@ class StreamsFullError(UnavailableError):
 class _Keyed(msgspec.Struct, frozen=True):
     """Which key the record of a stream's key is of (keys.stream_key): 16 bytes in hex."""
 
-    key: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    key: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 
 def _key_of(sealed_by: Entry | None) -> str:

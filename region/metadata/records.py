@@ -116,10 +116,10 @@ class DestroyedKey(msgspec.Struct, frozen=True, kw_only=True):
     """A key that is to be destroyed, or was: what its KEY leaf in the audit log says, and how far that is. `key` and `incarnation` are hex; a root
     key has no stream. Written before the key is destroyed, or with it, and kept for ever."""
 
-    key: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    key: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     level: Literal["root", "stream"]
     stream: Word = ""
-    incarnation: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    incarnation: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{32})?\Z")] = ""
     by: Word = ""
     at_ms: Ms
     since: Annotated[int, msgspec.Meta(ge=0)] | None = None

@@ -220,9 +220,9 @@ OWN_WORDS = {
 """Columns whose values are this program's own words, in every table."""
 
 
-def hostile_table(name: str, columns: Any, *, own: tuple[str, ...]) -> Table:
+def hostile_table(name: str, columns: Any, texts: tuple[str, ...], *, own: tuple[str, ...]) -> Table:
     rows = []
-    for text in HOSTILE:
+    for text in texts:
         row: dict[str, Any] = {}
         for column in columns:
             match column.type:
@@ -240,24 +240,24 @@ def hostile_table(name: str, columns: Any, *, own: tuple[str, ...]) -> Table:
     return from_rows(name, name, columns, rows)
 
 
-def hostile_report() -> Report:
+def hostile_report(texts: tuple[str, ...] = HOSTILE) -> Report:
     logs = tuple(
         VerifiedLog(text, "egress", 1, "00", text, "00", (Cosigner(text, 1, 1),), 1, (text,))
-        for text in HOSTILE
+        for text in texts
     )
     own = ("verification", "reconciliation", "status", "severity")
     return Report(
         since_ms=None, until_ms=None, first_ms=1_760_000_000_000, last_ms=1_760_000_900_000, logs=logs,
-        register=hostile_table("register", register.COLUMNS, own=own),
-        reconciliation=hostile_table("reconciliation", reconciliation.COLUMNS, own=(*own, "incarnation")),
-        findings=hostile_table("findings", reconciliation.FINDING_COLUMNS, own=own),
-        exceptions=hostile_table("exceptions", exceptions.COLUMNS, own=own),
-        volumes=hostile_table("volumes", volumes.COLUMNS, own=("day",)),
-        lineage=hostile_table("lineage", lineage.COLUMNS, own=("action",)),
+        register=hostile_table("register", register.COLUMNS, texts, own=own),
+        reconciliation=hostile_table("reconciliation", reconciliation.COLUMNS, texts, own=(*own, "incarnation")),
+        findings=hostile_table("findings", reconciliation.FINDING_COLUMNS, texts, own=own),
+        exceptions=hostile_table("exceptions", exceptions.COLUMNS, texts, own=own),
+        volumes=hostile_table("volumes", volumes.COLUMNS, texts, own=("day",)),
+        lineage=hostile_table("lineage", lineage.COLUMNS, texts, own=("action",)),
         totals=Totals(**dict.fromkeys(Totals.__slots__, 7)),
-        missing=Missing(HOSTILE, HOSTILE, (), HOSTILE),
+        missing=Missing(texts, texts, (), texts),
         bucket_ms=3_600_000,
-        time_line=tuple((1_760_000_000_000, text, 1, 1, 1) for text in HOSTILE),
+        time_line=tuple((1_760_000_000_000, text, 1, 1, 1) for text in texts),
         left_off={},
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator
 
@@ -100,8 +101,13 @@ def test_what_is_named_is_told_from_what_is_not() -> None:
         '"none"',
     )
     assert dict(terms_rows(terms()))["headers"] == "none"
-    for text in ("Łódź, 東京 und Zürich", "naïve", "🛫 07:15"):
-        assert dict(terms_rows(terms(purpose=text)))["purpose"] == text
+    for text in ("naïve Straße", "support (24/7)"):
+        assert str(dict(terms_rows(terms(purpose=text)))["purpose"]) == text
+    for text, as_ascii in (
+        ("Łódź, 東京 und Zürich", r"\u0141\xf3d\u017a, \u6771\u4eac und Z\xfcrich"),
+        ("🛫 07:15", r"\U0001f6eb 07:15"),
+    ):
+        assert str(dict(terms_rows(terms(purpose=text)))["purpose"]) == f"{text}\nthat is, {as_ascii}"
 
 
 @pytest.mark.parametrize(
@@ -110,8 +116,56 @@ def test_what_is_named_is_told_from_what_is_not() -> None:
         ({"exporter": "Acme → Evil", "importer": "SA"}, {"exporter": "Acme", "importer": "Evil → SA"}),
         ({"categories": ("contact, health",)}, {"categories": ("contact", "health")}),
         ({"transform": build_spec(headers=["a, b"])}, {"transform": build_spec(headers=["a", "b"])}),
+        ({"purpose": "support\u200b"}, {"purpose": r"support\u200b"}),
+        ({"categories": ("\u0430", r"that is, \u0430")}, {"categories": ("\u0430",)}),
     ],
 )
 def test_no_two_terms_are_shown_alike(one: dict[str, object], other: dict[str, object]) -> None:
-    shown = [[(name, str(value)) for name, value in terms_rows(terms(**each))] for each in (one, other)]
-    assert shown[0] != shown[1]
+    assert rows_of(terms(**one)) != rows_of(terms(**other))
+
+
+def rows_of(of: GrantTerms) -> list[tuple[str, str]]:
+    """As `terms_rows`, but for the hash, which nobody reads."""
+    return [(name, str(value)) for name, value in terms_rows(of) if name != "terms hash"]
+
+
+LOOK_ALIKE = (
+    ("Acme", "\u0410cme"), ("Acme", "\uff21cme"), ("Zürich", "Zu\u0308rich"), ("Acme", "Acme\ufe0f"), ("K", "\u212a"), ("a-b", "a\u2010b"), ("1", "\uff11"),
+    ("Acme", "\U0001d400cme"), ("\ue000", "\ue001"), ("a/b", "a\u2215b"), ("\u015f", "\u0219"), ("\u0378", "\u0379"), ("\u05d0b", "b\u05d0"),
+)  # fmt: skip
+SIGNED_TEXTS = (
+    "purpose",
+    "mechanism",
+    "reference",
+    "transfer_assessment",
+    "categories",
+    "exporter",
+    "importer",
+    "owner",
+    "headers",
+    "field",
+)
+
+
+@pytest.mark.parametrize("field", SIGNED_TEXTS)
+def test_letters_that_look_like_others_are_told_apart_where_people_sign(field: str, tally: Tally) -> None:
+    """What a font draws alike differs in letters of ASCII."""
+
+    def with_text(text: str) -> GrantTerms:
+        match field:
+            case "categories":
+                return terms(categories=(text,))
+            case "headers":
+                return terms(transform=build_spec(headers=[text]))
+            case "field":
+                is_bare = re.fullmatch(r"[A-Za-z][A-Za-z-]*", text) is not None
+                return terms(transform=build_spec(drop=[text if is_bare else f'"{text}"']))
+        return terms(**{field: text})
+
+    for one, other in LOOK_ALIKE:
+        ascii_alone = [
+            [(name, "".join(filter(str.isascii, value))) for name, value in rows_of(with_text(text))]
+            for text in (one, other)
+        ]
+        assert ascii_alone[0] != ascii_alone[1], (one, other)
+    tally("pairs of texts that look alike where people sign", len(LOOK_ALIKE))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
+import re
 import sys
 import unicodedata
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from felix.visible import VisibleFormatter, is_visible, spelled_out, visible, visible_json
+from felix.visible import VisibleFormatter, in_ascii, is_plain, is_visible, spelled_out, visible, visible_json
 
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))
 
@@ -62,7 +64,44 @@ def test_nothing_that_is_spelled_out_has_a_gap(text: str) -> None:
     shown = spelled_out(text)
     assert is_visible(shown) and shown == shown.strip() and "  " not in shown
     assert not {one for one in shown if one.isspace()} - {" "}
-    assert spelled_out(shown) == shown
+
+
+ESCAPE = re.compile(r"\\(?:[nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+
+
+def read_back(shown: str) -> str:
+    return ESCAPE.sub(lambda found: ast.literal_eval(f'"{found[0]}"'), shown)
+
+
+@given(ANY_TEXT | st.text(st.sampled_from("\\xnrtuU05caf\x1b\u202e\u00a0 \u0301а")))
+def test_no_two_texts_are_spelled_out_alike(text: str) -> None:
+    assert read_back(spelled_out(text)) == text
+    shown = in_ascii(text)
+    assert read_back(shown) == text and shown.isascii() and shown.isprintable()
+
+
+def test_a_backslash_that_reads_as_an_escape_is_one() -> None:
+    assert spelled_out("a\x1b") == r"a\x1b" and spelled_out(r"a\x1b") == r"a\x5cx1b"
+    assert spelled_out(r"C:\files\new and \d+") == r"C:\files\x5cnew and \d+"
+
+
+def test_letters_that_look_like_others_are_not_plain() -> None:
+    for text in ("Acme Inc", "naïve Straße, Île-de-France", r"C:\a [x] {y} ~", ""):
+        assert is_plain(text), text
+    for text in (
+        "\u0410cme", "\uff21cme", "e\u0301", "\u212a", "a\ufe0f", "\u2014", "\u00d7", "a\u00a0b", "\U0001d400", "\u0131", "\u2215", "\ue000", "\u0378",
+        "東京", "Łódź",
+    ):  # fmt: skip
+        assert not is_plain(text), ascii(text)
+    assert in_ascii("\u0410cme é") == r"\u0410cme \xe9"
+
+
+def test_marks_piled_on_a_letter_are_escapes_wherever_text_is_shown() -> None:
+    pile = "a" + 20 * "\u0335"
+    assert visible(pile) == "a" + 4 * "\u0335" + 16 * r"\u0335" and not is_visible(pile)
+    assert visible_json(f'"{pile}"'.encode()).decode() == f'"{visible(pile)}"'
+    for text in ("בְּרֵאשִׁ֖ית", "บ้านที่", "ཧཱུྃ", "👩🏽‍".rstrip("\u200d"), "1\ufe0f\u20e3"):
+        assert visible(text) == text
 
 
 @given(ANY_TEXT)

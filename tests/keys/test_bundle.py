@@ -121,6 +121,7 @@ def test_any_changed_byte_of_the_file_is_refused_or_means_the_same() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
+        ({"country": "IE\n"}, "not a region's bundle"),
         ({"country": "Ireland"}, "not a region's bundle"),
         ({"jurisdiction": ""}, "not a region's bundle"),
         ({"region": "EU West"}, "region or mesh name"),

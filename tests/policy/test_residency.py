@@ -371,6 +371,7 @@ HIDDEN = {
     "a carriage return": ("# Reviewed.\rvalid_until: 2099-01-01\n", "\\r"),
     "a turned direction": ("# \u202egnihtyna\n", "\\u202e"),
     "a joiner in a text": ("classes: {ops: {streams: [acme/ops/*], description: a\u200bb}}\n", "\\u200b"),
+    "marks that cover other lines": ("# a" + 9 * "\u0335" + "\n", "\\u0335"),
 }
 
 

@@ -42,7 +42,14 @@ def test_csv_reads_back_as_written_and_line_feeds_are_seen() -> None:
 
 def test_no_two_lists_are_one_csv_cell() -> None:
     """Items are of texts that somebody chose: one that holds the separator is not two."""
-    lists = (["contact; health"], ["contact", "health"], ["contact;", "health"], ["contact", ";health"])
+    lists = (
+        ["contact; health"],
+        ["contact", "health"],
+        ["contact;", "health"],
+        ["contact", ";health"],
+        [r"contact\x3b health"],
+        [r"contact\x5cx3b health"],
+    )
     cells = {encode_csv(Table("t", "T", (COLUMNS[4],), ((each,),))) for each in lists}
     assert len(cells) == len(lists)
     for each, cell in zip(
