@@ -11,6 +11,7 @@ import pytest
 from attacks.conftest import Tally
 from attacks.test_f08_truncation import accept, checked, link, numbered, source_put_back
 from bridge_mesh import BRIDGE, STREAM, Mesh, two_regions
+from slow_runs import only_slow
 
 from audit.leaf import Kind
 from felix.errors import Code, RequestError
@@ -84,6 +85,7 @@ async def test_a_truncation_accepted_twice_is_accepted_once(mesh: Mesh, tmp_path
     checked(mesh)
 
 
+@only_slow
 async def test_no_later_word_nor_one_of_an_earlier_date_is_another_history(
     mesh: Mesh, tmp_path: Path
 ) -> None:
@@ -121,6 +123,7 @@ async def brought(mesh: Mesh, held: LinkState, signer: str, offset: int, at: int
         await mesh.nodes[region].services.governance.put(bridge, "standing", document)
 
 
+@only_slow
 async def test_of_two_words_that_came_before_anything_crossed_the_first_signed_holds(
     mesh: Mesh, tmp_path: Path
 ) -> None:
@@ -182,6 +185,7 @@ async def test_the_source_accepts_what_the_destination_accepted_before_it(mesh: 
     checked(mesh)
 
 
+@only_slow
 async def test_a_bridge_that_knows_of_none_goes_on_by_the_word_that_another_carried_under(
     mesh: Mesh, tmp_path: Path
 ) -> None:

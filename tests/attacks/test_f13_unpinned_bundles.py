@@ -143,7 +143,9 @@ class Forger:
         return body.grant
 
 
-@pytest.mark.parametrize("pinned_too", [False, True], ids=["a bundle", "a bundle and a pin"])
+@pytest.mark.parametrize(
+    "pinned_too", [pytest.param(False, marks=only_slow), True], ids=["a bundle", "a bundle and a pin"]
+)
 @pytest.mark.parametrize("left", ["nothing", "files", "copies", "pin"])
 async def test_a_forged_bundle_is_believed_nowhere(
     mesh: Mesh, left: str, pinned_too: bool, tally: Tally
@@ -486,7 +488,7 @@ def change_own_keys(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("signer", ["kept", "not kept"])
-@pytest.mark.parametrize("ahead", ["an hour", "highest"])
+@pytest.mark.parametrize("ahead", [pytest.param("an hour", marks=only_slow), "highest"])
 @pytest.mark.parametrize("whose", ["forged", "real"])
 async def test_what_a_thief_pinned_under_a_key_given_up_gives_way_to_what_is_compared_now(
     mesh: Mesh, whose: str, ahead: str, signer: str

@@ -14,6 +14,7 @@ import pytest
 from attacks.test_f08_truncation import accept, link
 from bridge_mesh import BRIDGE, STREAM, Mesh, flight, now_ms, two_regions, until
 from rogue_agent import Wild, granted, rogue_agent
+from slow_runs import only_slow
 
 from audit.leaf import GapKind, Kind
 from audit.trust import Trust
@@ -167,6 +168,7 @@ async def test_two_honest_agents_account_for_what_the_other_one_brought(mesh: Me
     assert sum(crossed) == 5
 
 
+@only_slow
 async def test_a_bridge_stops_where_the_destination_lost_what_another_one_brought_behind_its_own(
     mesh: Mesh, tmp_path: Path
 ) -> None:
@@ -293,6 +295,7 @@ async def test_a_bridge_that_carried_what_the_source_lost_goes_on_where_it_was_a
     await turns.check([0, 1, 100, 101, 102, 103, 200, 201, 202, 300])
 
 
+@only_slow
 async def test_where_the_destination_alone_knows_of_a_cut_what_this_bridge_carried_does_not_cross_again(
     mesh: Mesh, tmp_path: Path
 ) -> None:
@@ -320,6 +323,7 @@ async def test_where_the_destination_alone_knows_of_a_cut_what_this_bridge_carri
     await turns.check([0, 1, 2, 100, 101, 200, 201, 202, 203])
 
 
+@only_slow
 async def test_a_bridge_that_took_over_knows_where_histories_part_below_what_it_read(
     mesh: Mesh, tmp_path: Path
 ) -> None:

@@ -246,6 +246,7 @@ async def test_a_bridge_that_hangs_is_relieved_while_records_wait_and_not_before
     await check(mesh, list(range(5)))
 
 
+@only_slow
 async def test_an_agents_log_that_was_put_back_stops_all_links_to_a_region_whatever_others_brought_and_under_another_grant(
     mesh: Mesh, tmp_path: Path, tally: Tally
 ) -> None:
@@ -353,7 +354,9 @@ LIES: tuple[tuple[dict[str, int], str, str], ...] = (
 )
 
 
-@pytest.mark.parametrize("said, state, reason", LIES)
+@pytest.mark.parametrize(
+    "said, state, reason", [*LIES[::2], *(pytest.param(*lie, marks=only_slow) for lie in LIES[1::2])]
+)
 async def test_a_destination_that_says_what_its_receipts_or_the_source_belie_is_refused(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tally: Tally, said: dict[str, int], state: str, reason: str
 ) -> None:

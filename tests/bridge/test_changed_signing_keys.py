@@ -158,10 +158,29 @@ def verified(mesh: Mesh) -> dict[str, Report]:
     }
 
 
-@pytest.mark.parametrize("region", ["eu-west", pytest.param("us-east", marks=only_slow)])
 async def test_the_link_goes_on_and_all_holds_under_the_new_bundle_alone(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await goes_on_under_the_new_bundle(mesh, "eu-west", monkeypatch)
+
+
+@only_slow
+@pytest.mark.parametrize("region", ["eu-west", "us-east"])
+async def test_a_report_over_a_change_of_keys_has_no_findings(
     mesh: Mesh, region: str, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from audit.spark.report import run_report
+
+    await goes_on_under_the_new_bundle(mesh, region, monkeypatch)
+    result = run_report(
+        list(logs(mesh).values()), tmp_path / "report", trust=mesh.trust, session=spark, cosignatures_min=1
+    )
+    assert result.exit_code == 0 and not result.report.findings.records()
+    assert not result.report.exceptions.records()
+    assert {row["crossed"] for row in result.report.reconciliation.records()} == {40}
+
+
+async def goes_on_under_the_new_bundle(mesh: Mesh, region: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FELIX_HOME", str(mesh.home))
     body = await twenty_crossed(mesh)
     before, former = mesh.bundle(region), load_signing_key(mesh.folder(region).policy_key)
@@ -202,15 +221,6 @@ async def test_the_link_goes_on_and_all_holds_under_the_new_bundle_alone(
         assert proven.receipt is not None
     used = {signer_of(ack.receipt) for ack in mesh.headers(mesh.egress_folder, Kind.ACK)}
     assert len(used) == (2 if region == "eu-west" else 1)
-
-    from audit.spark.report import run_report
-
-    result = run_report(
-        list(logs(mesh).values()), tmp_path / "report", trust=mesh.trust, session=spark, cosignatures_min=1
-    )
-    assert result.exit_code == 0 and not result.report.findings.records()
-    assert not result.report.exceptions.records()
-    assert {row["crossed"] for row in result.report.reconciliation.records()} == {40}
 
 
 async def test_a_truncation_that_was_accepted_before_is_signed_again_as_it_was(
@@ -363,6 +373,7 @@ async def test_what_a_former_key_signed_in_the_log_is_said_again_where_it_counts
         assert not us_words(mesh, msgspec.structs.replace(own, former_keys=()))
 
 
+@only_slow
 async def test_a_truncation_that_was_accepted_anew_first_gives_way_to_the_one_that_is_signed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +495,7 @@ async def revoked_and_renewed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> No
     assert "felix bridge allow" in refused.exception.hint
 
 
+@only_slow
 async def test_a_truncation_that_was_accepted_under_a_grant_that_was_revoked_is_signed_again_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,7 +504,8 @@ async def test_a_truncation_that_was_accepted_under_a_grant_that_was_revoked_is_
         await revoked_and_renewed(mesh, monkeypatch)
 
 
-@pytest.mark.parametrize("in_log", [True, pytest.param(False, marks=only_slow)])
+@only_slow
+@pytest.mark.parametrize("in_log", [True, False])
 async def test_a_truncation_of_an_ended_grant_that_the_store_has_no_more_is_signed_again_by_the_terms_in_the_log(
     in_log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -883,6 +896,7 @@ async def test_what_a_thief_signed_behind_an_end_stays_there_where_the_keys_are_
     await mesh.start("us-east")
 
 
+@only_slow
 async def test_after_an_own_change_other_regions_are_compared_again_on_whichever_machine(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1290,6 +1304,7 @@ async def test_what_was_said_and_has_no_leaf_yet_when_the_keys_end_gets_none_and
     assert report.ok, report.findings
 
 
+@only_slow
 async def test_ends_are_raised_no_further_than_a_later_change_says_nor_from_a_folder_of_before_one(
     mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

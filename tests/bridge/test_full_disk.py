@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from bridge_mesh import STREAM, WAIT_S, Mesh, flight, two_regions, until
+from slow_runs import only_slow
 
 from bridge.agent import Agent
 from felix.storage.disk import DiskFiles
@@ -82,12 +83,12 @@ async def crossed(agent: Agent, offset: int) -> None:
 @pytest.mark.parametrize(
     ("where", "restarted"),
     [
-        ("egress", ""),
+        pytest.param("egress", "", marks=only_slow),
         ("destination", ""),
-        ("source", ""),
+        pytest.param("source", "", marks=only_slow),
         ("everywhere", ""),
         ("egress", "eu-west"),
-        ("source", "eu-west"),
+        pytest.param("source", "eu-west", marks=only_slow),
     ],
 )
 async def test_links_go_on_by_themselves_once_there_is_room(

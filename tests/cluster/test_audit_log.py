@@ -17,6 +17,7 @@ from cluster.audited import home_of, key_leaf, log_of, retried, shows, trail_of,
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
+from slow_runs import only_slow
 
 from audit import published_disk
 from audit.checkpoint import Checkpoint, note_size
@@ -171,7 +172,7 @@ def answer_before_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leading, "append", at_once)
 
 
-@pytest.mark.parametrize("is_left_out", [False, True])
+@pytest.mark.parametrize("is_left_out", [False, pytest.param(True, marks=only_slow)])
 async def test_what_one_broker_alone_has_is_not_signed_so_that_another_may_go_on_without_it(
     tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, is_left_out: bool
 ) -> None:

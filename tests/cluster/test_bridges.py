@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from bridge_mesh import BRIDGE, STREAM, flight, until
 from cluster.clustered_mesh import two_clusters
+from slow_runs import only_slow
 
 from audit.leaf import GapKind, Kind
 from audit.verify import verify_log
@@ -53,6 +54,7 @@ async def test_what_is_led_by_brokers_without_the_audit_log_crosses_and_reconcil
     assert mesh.verify_egress().ok and mesh.verify_ingress().ok
 
 
+@only_slow
 async def test_the_lag_under_a_pattern_is_what_the_broker_says_that_leads_the_stream(tmp_path: Path) -> None:
     async with two_clusters(tmp_path) as mesh:
         await mesh.clusters["us-east"].drain("b1")
@@ -100,6 +102,7 @@ async def test_behind_a_revocation_stands_nothing_of_before_whoever_leads(tmp_pa
     assert mesh.verify_egress().ok and mesh.verify_ingress().ok
 
 
+@only_slow
 async def test_nothing_arrives_at_a_leader_whose_clock_is_far_ahead_of_the_logs_until_it_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +143,7 @@ async def test_an_address_that_the_agent_was_not_given_is_not_called(tmp_path: P
             assert [link.state for link in agent.links()] == ["waiting"]
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=only_slow), 2])
 async def test_a_link_that_has_read_all_goes_on_at_the_next_leader_of_its_source(
     tmp_path: Path, copies: int
 ) -> None:

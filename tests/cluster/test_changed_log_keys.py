@@ -17,6 +17,7 @@ from cluster.processes import kill, running, several
 from e2e.command_mesh import felix_command
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
+from slow_runs import only_slow
 
 from audit.checkpoint import note_size, open_checkpoint
 from audit.leaf import Kind, read_header
@@ -179,6 +180,7 @@ async def test_the_log_goes_on_under_the_new_keys_on_every_broker(tmp_path: Path
             assert changes_in(verified(region, name)) == [5, 10]
 
 
+@only_slow
 async def test_a_copy_that_is_new_begins_anew_after_a_change_and_may_be_cut_off_at_that(
     tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +252,7 @@ async def test_a_broker_with_the_folder_of_before_does_not_start_and_says_what_t
         assert "secrets/audit.pem" in refused.value.hint
 
 
-@pytest.mark.parametrize("is_elected", [False, True])
+@pytest.mark.parametrize("is_elected", [False, pytest.param(True, marks=only_slow)])
 async def test_where_the_store_has_lost_the_word_a_broker_with_the_folder_of_before_ends_by_the_leaf(
     tmp_path: Path, etcd: EtcdProcess, is_elected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +329,7 @@ async def test_a_broker_that_stood_still_while_the_keys_were_changed_does_not_go
         assert {note_size(checkpoint_of(region, name)) for name in others} == {3}
 
 
+@only_slow
 async def test_the_folders_of_brokers_may_be_on_several_machines(tmp_path: Path, etcd: EtcdProcess) -> None:
     async with serving(tmp_path, etcd, 3) as region:
         await append(region, *range(3))
@@ -350,6 +353,7 @@ async def test_the_folders_of_brokers_may_be_on_several_machines(tmp_path: Path,
             assert changes_in(verified(region, name)) == [4]
 
 
+@only_slow
 async def test_where_a_copy_that_was_not_at_hand_went_further_the_log_is_still_one_and_that_broker_says_so(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:

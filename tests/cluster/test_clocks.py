@@ -13,6 +13,7 @@ import pytest
 from cluster.clustered_region import ClusteredRegion
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
+from slow_runs import only_slow
 
 from felix.runtime.port import Clock
 from felix.runtime.real import REAL
@@ -100,7 +101,7 @@ def knows_all(node: Node) -> bool:
 
 
 @pytest.mark.etcd
-@pytest.mark.parametrize("ahead_ms", [HOUR_MS, -HOUR_MS])
+@pytest.mark.parametrize("ahead_ms", [HOUR_MS, pytest.param(-HOUR_MS, marks=only_slow)])
 async def test_what_a_broker_with_a_wrong_clock_leads_keeps_its_times(
     tmp_path: Path, etcd: EtcdProcess, ahead_ms: int
 ) -> None:

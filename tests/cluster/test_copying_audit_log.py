@@ -17,6 +17,7 @@ from cluster.audited import home_of, key_leaf, log_of, retried, shows, trail_of,
 from cluster.clustered_region import ClusteredRegion
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
+from slow_runs import only_slow
 
 from audit import copied_disk
 from audit.checkpoint import note_size
@@ -266,6 +267,7 @@ async def test_an_older_folder_and_a_store_that_was_changed_begin_no_second_hist
         assert note_size(trail_of(region, "b1").checkpoint()) == LEAVES + 1
 
 
+@only_slow
 async def test_one_change_is_signed_of_a_log_though_the_store_is_put_back_before_it_is_done(
     tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +325,7 @@ async def test_one_change_is_signed_of_a_log_though_the_store_is_put_back_before
         await shows(region, "b2", LEAVES)
 
 
+@only_slow
 async def test_an_ill_broker_that_leads_the_stream_first_gets_nobody_to_sign_another_log(
     tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +365,7 @@ async def test_an_ill_broker_that_leads_the_stream_first_gets_nobody_to_sign_ano
         assert len(verified(region, "b1")) == LEAVES
 
 
+@only_slow
 async def test_a_log_whose_keys_were_changed_on_one_disk_ends_a_folder_of_before_once_it_is_copied(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:

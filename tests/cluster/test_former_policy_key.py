@@ -14,6 +14,7 @@ from cluster.clustered_region import ClusteredRegion, serving
 from departures import DAY, terms
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_home import make_region
+from slow_runs import only_slow
 
 from audit.checkpoint import note_size
 from audit.leaf import Kind, decode_leaf
@@ -105,7 +106,7 @@ async def denied(region: ClusteredRegion, is_denied: bool) -> None:
     await all_of(region, lambda governance: bool(governance.book.denies()) is is_denied)
 
 
-@pytest.mark.parametrize("brokers", [2, 3])
+@pytest.mark.parametrize("brokers", [pytest.param(2, marks=only_slow), 3])
 async def test_all_brokers_judge_alike_whoever_has_the_log_and_whatever_they_lost(
     tmp_path: Path, etcd: EtcdProcess, brokers: int
 ) -> None:
@@ -273,6 +274,7 @@ async def test_a_broker_that_hears_from_the_log_that_its_keys_were_given_up_ends
         await until(lambda: named() == made, "the log names them")
 
 
+@only_slow
 async def test_a_broker_with_a_folder_of_before_that_has_the_log_first_ends_once_one_of_after_is_up(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:
@@ -359,6 +361,7 @@ async def test_no_broker_starts_with_a_folder_of_before_once_the_command_has_tol
         assert not region.nodes[home].services.governance.problems
 
 
+@only_slow
 async def test_a_broker_without_a_copy_of_the_log_ends_once_its_keys_were_given_up(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:

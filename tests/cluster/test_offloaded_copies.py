@@ -15,6 +15,7 @@ import pytest
 from cluster.clustered_region import ClusteredRegion
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
+from slow_runs import only_slow
 
 import felix
 from felix.errors import RequestError
@@ -234,6 +235,7 @@ async def until_led_by(region: ClusteredRegion, name: str, copies: int) -> None:
     await until_record(region, copies=copies)
 
 
+@only_slow
 async def test_a_new_copy_begins_behind_what_is_in_the_store_and_serves_all_of_it(
     region: ClusteredRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +298,7 @@ async def is_recovered(client: felix.RegionClient, name: str, lost: str) -> bool
     return True
 
 
+@only_slow
 async def test_a_copy_whose_offloaded_records_were_given_up_is_begun_anew(
     region: ClusteredRegion, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from cluster.audited import key_leaf
 from cluster.clustered_region import ClusteredRegion, publishing, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
+from slow_runs import only_slow
 
 import felix
 from audit.submission import SubmissionStatus
@@ -211,6 +212,7 @@ async def test_a_broker_that_stops_in_order_hands_on_what_it_leads_before_it_say
         assert await client.stream(STREAM).publish(b"y") == 1
 
 
+@only_slow
 async def test_leaders_that_a_restart_left_uneven_are_told_once_they_stand_until_they_were_evened_out(
     region: ClusteredRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:

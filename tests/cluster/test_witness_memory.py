@@ -13,6 +13,7 @@ from cluster.audited import home_of, key_leaf
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
+from slow_runs import only_slow
 from witness_logs import Log
 
 from audit.checkpoint import note_size
@@ -215,6 +216,7 @@ async def test_a_later_note_that_somebody_put_into_the_store_does_not_count(
         assert await scene.cosigned(scene.log, 6, 7) == home
 
 
+@only_slow
 async def test_a_cosigned_note_outlives_the_letting_go_of_old_checkpoints(
     tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

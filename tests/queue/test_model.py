@@ -35,10 +35,10 @@ from region.views.dead_letter import DEAD_OFFSET, DELIVER_AT, read_records
 
 STEPS_LEAST = count(1_500, 10_000)
 SELDOM_LEAST = count(5, 20)
+"""Of each operation; a purge is drawn seldom."""
 POLL_S = 0.0005
 """Between looks at what is read from disk meanwhile: a loop that never rests takes the disk's threads their processor."""
 ROUNDS_MOST = 20
-"""Of each operation; a purge is drawn seldom."""
 ATTEMPTS = 3
 RETRY_MS = 20_000
 HOUR_MS = 3_600_000

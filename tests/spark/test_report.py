@@ -747,6 +747,7 @@ def test_what_is_dated_back_out_of_a_window_is_named_in_its_report(spark: Any, t
         assert told.count("time-back") == count
 
 
+@only_slow
 def test_what_is_dated_back_by_less_than_a_minute_out_of_a_window_is_named_in_its_report(
     spark: Any, tmp_path: Path
 ) -> None:

@@ -162,6 +162,7 @@ def test_what_another_bridge_is_said_to_have_brought_must_have_arrived(spark: An
     assert found["status"] == "differs"
 
 
+@only_slow
 def test_an_empty_envelope_of_its_own_is_not_what_another_bridge_brought(spark: Any, tmp_path: Path) -> None:
     """There is one bridge. Its agent says that another one brought 10 records, and moves the destination over them itself."""
     world = CutWorld()
@@ -177,6 +178,7 @@ def test_an_empty_envelope_of_its_own_is_not_what_another_bridge_brought(spark: 
     assert (found["first_offset"], found["last_offset"], found["records"]) == (0, 9, 10)
 
 
+@only_slow
 def test_nor_is_one_under_another_grant_of_its_own(spark: Any, tmp_path: Path) -> None:
     """The agent has two grants, leaves 10 records out under the one, and has the destination pass over them under the other. Both logs verify, and agree."""
     other = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS)
