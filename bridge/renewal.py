@@ -132,7 +132,7 @@ class AgentRenewal:
 
     async def _read_files_alone(self) -> None:
         await self._take_policy()
-        held, source = self.files, self._config.source
+        held = self.files
         try:
             files = await asyncio.to_thread(load_files, self._config, self._paths)
             if refused := self._refused(files):
