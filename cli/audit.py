@@ -941,6 +941,7 @@ def _approval(proven: Proven) -> list[list[object]]:
         ],
         ["accepted by", approved.accepted_by],
         ["countries", f"{approved.source_country} → {approved.destination_country}"],
+        *(["", f"{sentence}."] for sentence in approved.placed_otherwise),
     ]
 
 
