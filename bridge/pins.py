@@ -16,7 +16,7 @@ from felix.errors import FelixError
 from felix.files import PUBLIC, replace_file
 from felix.page import document_pages
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
-from keys.pin import UNCOMPARED, SignedPin, continues, decode_pin, decode_pins, parse_pin
+from keys.pin import SignedPin, continues, decode_pin, decode_pins, pin_over
 
 log = logging.getLogger("felix.bridge.pins")
 
@@ -99,18 +99,12 @@ class Pins:
 
 
 def later_pin(path: Path, signed: SignedBundle, own: RegionBundle) -> SignedPin | None:
-    """The pin beside the file at `path`, where that counts and not `signed`, which the file has: people compared another bundle, which `signed` does not follow. As a
-    broker goes by it, whoever put the file back (from a backup, or by a script that copies it at each start) or changed it. Of a region that nobody compared yet the
-    later bundle counts, and so it does beside a pin under a key that this region gave up: no broker takes such a pin any more, and what it remembers here still is that there was
-    a later bundle. Blocks. It writes nothing: `felix region trust` may be about to."""
-    pin, is_former = _read(path, own), False
-    if pin is None:
-        pin, is_former = _read_former(path, own), True
-    if pin is None or pin.bundle.region != signed.bundle.region or continues(pin.bundle, signed):
+    """The pin beside the file at `path`, where that counts and not `signed`, which the file has (`keys.pin.pin_over`), whoever put the file back (from a backup, or by a script that
+    copies it at each start) or changed it. Blocks. It writes nothing: `felix region trust` may be about to."""
+    try:
+        return pin_over(_beside(path).read_bytes(), signed, own)
+    except OSError:
         return None
-    if (is_former or pin.pin.number == UNCOMPARED) and signed.bundle.issued_ms > pin.bundle.issued_ms:
-        return None
-    return pin
 
 
 def _read(path: Path, own: RegionBundle) -> SignedPin | None:
@@ -119,15 +113,6 @@ def _read(path: Path, own: RegionBundle) -> SignedPin | None:
         return decode_pin(_beside(path).read_bytes(), own)
     except (OSError, FelixError):
         return None
-
-
-def _read_former(path: Path, own: RegionBundle) -> SignedPin | None:
-    """The same of one under a policy key that this region gave up."""
-    try:
-        pin = parse_pin(_beside(path).read_bytes(), own.region, own.mesh)
-    except (OSError, FelixError):
-        return None
-    return pin if pin.holds_under(key for keys in own.former for key in keys.policy_keys) else None
 
 
 def _beside(path: Path) -> Path:

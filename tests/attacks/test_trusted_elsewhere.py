@@ -22,6 +22,7 @@ from bridge.config import paths_of
 from bridge.pins import Pins
 from cli.exits import EXIT_UNAVAILABLE, exit_code
 from cli.form import Form
+from cli.grants import known_bundles
 from cli.main import app
 from cli.trust import _trusted
 from felix.address import Address
@@ -280,6 +281,8 @@ async def test_a_bundle_that_is_put_back_beside_its_pin_counts_for_no_agent(mach
         assert files.bundles["eu-west"] == new.bundle
         (said,) = files.unpinned
         assert str(path) in said and "felix region trust" in said
+        # Nor for who verifies on this machine, nor in what `felix region trust` shows.
+        assert known_bundles(mesh.us)["eu-west"] == new.bundle
     path.write_bytes(new.encode())
     assert not load_files(config, paths_of(config, mesh.us.root)).unpinned
     # Of what was trusted before there were pins the later bundle counts.
