@@ -933,6 +933,9 @@ def _approval(proven: Proven) -> list[list[object]]:
     why: list[list[object]] = [
         [name, value] for name, value in terms_rows(approved.terms) if name in _PURPOSE_ROWS
     ]
+    differs: list[list[object]] = [
+        ["countries differ", f"{sentence}."] for sentence in approved.placed_otherwise
+    ]
     return [
         *why,
         [
@@ -941,7 +944,7 @@ def _approval(proven: Proven) -> list[list[object]]:
         ],
         ["accepted by", approved.accepted_by],
         ["countries", f"{approved.source_country} → {approved.destination_country}"],
-        *(["", f"{sentence}."] for sentence in approved.placed_otherwise),
+        *differs,
     ]
 
 
