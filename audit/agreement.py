@@ -180,6 +180,24 @@ class Agreement:
                 return entry.country, entry.jurisdiction
         return "", ""
 
+    def placed_otherwise(self, trust: Trust) -> tuple[str, ...]:
+        """A sentence for each of the two regions that says itself that it is in another country than the policy which counts here: in its bundle, as people compared that, or
+        where none is trusted in its own policy. Who signs that policy says where the other region is, and lets records cross by that."""
+        found = []
+        for region, policy in (
+            (self.terms.from_region, self.source_policy),
+            (self.terms.to_region, self.destination_policy),
+        ):
+            said, trusted = self.place(region)[0], trust.find(region)
+            own = None if policy is None else policy.file.regions.get(region)
+            by_itself = trusted.country if trusted is not None else own.country if own is not None else ""
+            if said and by_itself and said != by_itself:
+                whose = "bundle" if trusted is not None else "policy"
+                found.append(
+                    f"{region} is in {said} by the policy under which records crossed, and in {by_itself} by {region}'s own {whose}"
+                )
+        return tuple(found)
+
     @property
     def legal_fields(self) -> Terms:
         """The legal fields as the reports name them. Every one is signed; `approvers` are those whose approvals hold."""

@@ -148,6 +148,8 @@ class Approved(msgspec.Struct, frozen=True):
     source_country: str
     destination_country: str
     """by the source's signed policy"""
+    placed_otherwise: tuple[str, ...]
+    """a sentence for each of the two regions that says itself that it is in another country"""
     policy_revision: int
     """of the source's policy, under which it offered the grant"""
     allowed_by_revision: int
@@ -683,6 +685,7 @@ def _approved(
         found.accepted_by,
         found.place(terms.from_region)[0],
         found.place(terms.to_region)[0],
+        found.placed_otherwise(trust),
         found.export.policy_revision,
         agreements.lets(intent.header).revision,
     )

@@ -42,6 +42,11 @@ class Quorum:
         self._missing = self.policy.missing(by.key for by in newest.cosigned) if newest else "nobody cosigned"
         self._lag.update(now_ms, self.size, durable)
 
+    @property
+    def max_lag(self) -> Duration:
+        """For how long leaves may wait for it."""
+        return Duration(self._max_lag_ms)
+
     def lag_ms(self, now_ms: int) -> int:
         """For how long there has been a leaf that no quorum has cosigned."""
         return self._lag.ms(now_ms)

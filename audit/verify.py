@@ -99,6 +99,7 @@ FASTER: Final = "faster-than-rate"
 UNCOSIGNED: Final = "not-cosigned"
 DATED_LATE: Final = "dated-after-cosignature"
 OUTLAWED: Final = "crossed-though-outlawed"
+PLACED_OTHERWISE: Final = "country-differs"
 """Kinds of notices."""
 OVER_BUDGET: Final = "crossed-over-budget"
 PIN_FAILS: Final = "pin-does-not-hold"
@@ -132,6 +133,14 @@ class _Outlawed(NamedTuple):
     """the first"""
     why: str
     leaves: int
+    records: int
+
+
+class _Crossed(NamedTuple):
+    """Crossings under one grant."""
+
+    leaf: int
+    """the first"""
     records: int
 
 
@@ -300,6 +309,8 @@ class _Run:
         self._dated_late = Largest[Notice](NOTICES_MAX)
         self._outlawed: dict[str, _Outlawed] = {}
         """by grant"""
+        self._crossed: dict[str, _Crossed] = {}
+        """by grant; no more than may have documents"""
         self._uncosigned_from: int | None = None
         """the first leaf behind what is cosigned as required; None: nothing is, or nothing has to be"""
         self._uncosigned_crossings = self._uncosigned_records = 0
@@ -386,7 +397,13 @@ class _Run:
         outlawed = Largest[Notice](NOTICES_MAX)
         for grant, found in self._outlawed.items():
             outlawed.add(found.records, _outlawed(grant, found))
-        times = (self._back, self._late, self._approved_late, self._dated_late, outlawed, faster)
+        elsewhere = Largest[Notice](NOTICES_MAX)
+        for grant, crossed in self._crossed.items():
+            for sentence in self._placed_otherwise(grant, crossed.leaf):
+                elsewhere.add(
+                    crossed.records, Notice(crossed.leaf, PLACED_OTHERWISE, sentence, crossed.records)
+                )
+        times = (self._back, self._late, self._approved_late, self._dated_late, outlawed, faster, elsewhere)
         told = (notice for largest in times for notice in largest.in_order())
         report.notices = (*self._uncosigned(), *map(_skipped, accounts.skips.in_order()), *told)
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
@@ -717,15 +734,34 @@ class _Run:
         if leaf.header.records and not leaf.header.path:
             self._does_not_show(WITHOUT_PATH_UNSUPPORTED)
         found = self._agreements.judge(leaf.header)
+        if not found:
+            grant, records = leaf.header.grant_id, leaf.header.records
+            before = self._crossed.get(grant, _Crossed(index, 0))
+            self._crossed[grant] = before._replace(records=before.records + records)
         if not found and (why := self._agreements.outlawed(leaf.header)):
             grant, records = leaf.header.grant_id, leaf.header.records
-            before = self._outlawed.get(grant)
+            outlawed = self._outlawed.get(grant)
             self._outlawed[grant] = (
                 _Outlawed(index, why, 1, records)
-                if before is None
-                else before._replace(leaves=before.leaves + 1, records=before.records + records)
+                if outlawed is None
+                else outlawed._replace(leaves=outlawed.leaves + 1, records=outlawed.records + records)
             )
         return found
+
+    def _placed_otherwise(self, grant: str, leaf: int) -> list[str]:
+        """Which of a grant's two regions says itself that it is elsewhere than the policy says by which records crossed."""
+        try:
+            agreement = self._agreements.agreement(grant)
+            said = () if agreement is None else agreement.placed_otherwise(self._trust)
+        except Exception as error:
+            self._report.find(
+                7, self._unjudged.sentence(error, f"The grant {grant} of leaf {leaf}"), leaf=leaf
+            )
+            return []
+        return [
+            f"Under {grant} {sentence}: one of the two is not right, or it has moved since."
+            for sentence in said
+        ]
 
     def _over_budget(self, index: int, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what its terms allow altogether."""

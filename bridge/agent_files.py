@@ -14,7 +14,8 @@ from audit.witness_config import QuorumConfig
 from audit.witness_policy import WitnessPolicy
 from bridge.config import BridgeConfig, BridgePaths
 from bridge.pins import later_pin
-from felix.errors import Code, RequestError
+from felix.errors import Code, FelixError, RequestError
+from felix.files import PUBLIC, replace_file
 from felix.identity import Identity
 from felix.identity_file import load_identity
 from felix.names import SpiffeId, trust_domain
@@ -34,23 +35,34 @@ class AgentFiles(NamedTuple):
     egress_key: SigningKey
     egress_ml_dsa_key: MlDsaKey | None
     bundles: dict[str, RegionBundle]
+    own: SignedBundle
+    """of its own region, which is among them"""
     unpinned: tuple[str, ...]
-    """a sentence for each bundle's file in whose place the pin beside it counts"""
+    """a sentence for each bundle's file in whose place another one counts"""
 
 
-def load_files(config: BridgeConfig, paths: BridgePaths) -> AgentFiles:
-    """Read and check them. Blocks. Raises RequestError with the file that is missing or wrong."""
+def load_files(config: BridgeConfig, paths: BridgePaths, own: SignedBundle | None = None) -> AgentFiles:
+    """Read and check them. `own`: the bundle of its own region to go by, whatever the folder has. Blocks. Raises RequestError with the file that is missing or wrong."""
     identity = load_identity(paths.identity)
     wanted = SpiffeId(config.source, config.mesh, "bridge", config.name)
     if identity.spiffe_id != wanted:
         raise RequestError(
             f"{paths.identity} is of {identity.spiffe_id}; this bridge is {wanted}.", code=Code.CONFIG_INVALID
         )
-    own = _load_bundle(paths.bundle, config.source, config.mesh).bundle
-    bundles, unpinned = {config.source: own}, list[str]()
+    unpinned = list[str]()
+    if own is None:
+        own = _load_bundle(paths.bundle, config.source, config.mesh)
+        held = _held_bundle(config, paths)
+        if held is not None and held.bundle.issued_ms > own.bundle.issued_ms:
+            own = held
+            unpinned.append(
+                f"{paths.bundle} is of before the bundle of {config.source} that this agent went by last, which counts: put the newest one there. "
+                f"If none was newer, remove {paths.bundle_held}."
+            )
+    bundles = {config.source: own.bundle}
     for region, path in paths.trusted.items():
         signed = _load_bundle(path, region, config.mesh)
-        pin = later_pin(path, signed, own)
+        pin = later_pin(path, signed, own.bundle)
         bundles[region] = signed.bundle if pin is None else pin.bundle
         if pin is not None:
             unpinned.append(
@@ -67,8 +79,30 @@ def load_files(config: BridgeConfig, paths: BridgePaths) -> AgentFiles:
         load_signing_key(paths.egress_key),
         ml_dsa_key,
         bundles,
+        own,
         tuple(unpinned),
     )
+
+
+def keep_own(paths: BridgePaths, own: SignedBundle) -> None:
+    """Remember which bundle of its own region the agent goes by: none of before takes its place, as where a backup or a script puts one back. No pin stands
+    beside that, and by one of before the pins of others would not hold. Blocks. Raises OSError."""
+    data = own.encode()
+    try:
+        if paths.bundle_held.read_bytes() == data:
+            return
+    except FileNotFoundError:
+        pass
+    paths.bundle_held.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(paths.bundle_held, data, PUBLIC)
+
+
+def _held_bundle(config: BridgeConfig, paths: BridgePaths) -> SignedBundle | None:
+    """What the agent went by last; None where nothing says that."""
+    try:
+        return _load_bundle(paths.bundle_held, config.source, config.mesh)
+    except FelixError:
+        return None
 
 
 def load_quorum(config: BridgeConfig, base: Path, own: RegionBundle) -> Quorum:

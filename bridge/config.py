@@ -124,6 +124,8 @@ class BridgePaths(NamedTuple):
     egress: Path
     egress_begun: Path
     """remembers that folder"""
+    bundle_held: Path
+    """the bundle of its own region that the agent went by last"""
     trusted: dict[str, Path]
 
 
@@ -139,6 +141,7 @@ def paths_of(config: BridgeConfig, base: Path) -> BridgePaths:
         home / (config.handoff_key or f"identities/{name}.handoff.key"),
         home / (config.egress or f"bridges/{name}/egress"),
         home / f"bridges/{name}{SUFFIX}",
+        home / f"bridges/{name}.bundle.json",
         {each.region: home / (each.bundle or f"trusted/{each.region}.json") for each in config.destinations},
     )
 

@@ -16,7 +16,7 @@ from felix.errors import FelixError
 from felix.files import PUBLIC, replace_file
 from felix.page import document_pages
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
-from keys.pin import UNCOMPARED, SignedPin, continues, decode_pin, decode_pins
+from keys.pin import SignedPin, continues, decode_pin, decode_pins, pin_over
 
 log = logging.getLogger("felix.bridge.pins")
 
@@ -99,15 +99,12 @@ class Pins:
 
 
 def later_pin(path: Path, signed: SignedBundle, own: RegionBundle) -> SignedPin | None:
-    """The pin beside the file at `path`, where that counts and not `signed`, which the file has: people compared another bundle, which `signed` does not follow. As a
-    broker goes by it, whoever put the file back (from a backup, or by a script that copies it at each start) or changed it. Of a region that nobody compared yet the
-    later bundle counts. Blocks. It writes nothing: `felix region trust` may be about to."""
-    pin = _read(path, own)
-    if pin is None or pin.bundle.region != signed.bundle.region or continues(pin.bundle, signed):
+    """The pin beside the file at `path`, where that counts and not `signed`, which the file has (`keys.pin.pin_over`), whoever put the file back (from a backup, or by a script that
+    copies it at each start) or changed it. Blocks. It writes nothing: `felix region trust` may be about to."""
+    try:
+        return pin_over(_beside(path).read_bytes(), signed, own)
+    except OSError:
         return None
-    if pin.pin.number == UNCOMPARED and signed.bundle.issued_ms > pin.bundle.issued_ms:
-        return None
-    return pin
 
 
 def _read(path: Path, own: RegionBundle) -> SignedPin | None:

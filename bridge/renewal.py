@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from audit.note import VerifierKey
 from audit.quorum import Quorum
 from audit.trust import witnesses_of
-from bridge.agent_files import AgentFiles, check_quorum, load_files, load_policy
+from bridge.agent_files import AgentFiles, check_quorum, keep_own, load_files, load_policy
 from bridge.config import BridgeConfig, BridgePaths
 from bridge.endpoint import RegionEndpoint
 from bridge.link_context import LinkContext
@@ -58,6 +59,8 @@ class AgentRenewal:
         self._pinned_as: Link | None = None
         """the session in which the source region was asked last whom it trusts"""
         self._pins_due_s = 0.0
+        self._is_unkept = False
+        """whether the bundle of its own region cannot be remembered"""
         self._renewing = asyncio.Lock()
         self._expiry_told = Stage.FRESH
         self._expiry_reasons: set[Code] = set()
@@ -65,6 +68,9 @@ class AgentRenewal:
 
     async def keep(self) -> None:
         """Renew, for ever."""
+        self._say("unpinned", " ".join(self.files.unpinned))
+        self._say("unreached", self._unreached())
+        await self._keep_own()
         await every(RENEW_S, self.renew, "identity and bundles could not be read again", log)
 
     async def follow_pins(self) -> None:
@@ -126,25 +132,19 @@ class AgentRenewal:
 
     async def _read_files_alone(self) -> None:
         await self._take_policy()
-        held, source = self.files, self._config.source
+        held = self.files
         try:
             files = await asyncio.to_thread(load_files, self._config, self._paths)
+            if refused := self._refused(files):
+                # Whom it trusts is judged by the same bundle, and not by the one that is not taken.
+                files = await asyncio.to_thread(load_files, self._config, self._paths, held.own)
         except (FelixError, OSError) as error:
             self._say("files", f"What is in its folder now is not taken: {error}")
             return
-        self._troubles.pop("files", None)
-        if files.unpinned:
-            self._say("unpinned", " ".join(files.unpinned))
-        else:
-            self._troubles.pop("unpinned", None)
+        self._say("files", "")
+        self._say("bundle", refused)
+        self._say("unpinned", " ".join(files.unpinned))
         bundles = {region: self._pins.newest(region, bundle) for region, bundle in files.bundles.items()}
-        if self._quorum is not None:
-            try:
-                check_quorum(self._quorum.policy, bundles[source])
-                self._troubles.pop("bundle", None)
-            except FelixError as error:
-                self._say("bundle", f"The bundle of {source} that is in its folder now is not taken: {error}")
-                bundles[source] = held.bundles[source]
         files = files._replace(bundles=bundles)
         for region, endpoint in self._endpoints.items():
             bundle = files.bundles[region]
@@ -154,6 +154,27 @@ class AgentRenewal:
         self.files = files
         self._context.identity = files.identity
         self._trust_witnesses()
+        self._say("unreached", self._unreached())
+        await self._keep_own()
+
+    def _refused(self, files: AgentFiles) -> str:
+        """Why the bundle of its own region is not taken; empty where it is."""
+        try:
+            if self._quorum is not None:
+                check_quorum(self._quorum.policy, files.own.bundle)
+        except FelixError as error:
+            return f"The bundle of {self._config.source} that is in its folder now is not taken: {error}"
+        return ""
+
+    async def _keep_own(self) -> None:
+        try:
+            await asyncio.to_thread(keep_own, self._paths, self.files.own)
+        except OSError as error:
+            if not self._is_unkept:
+                log.warning("which bundle of %s counts cannot be remembered: %s", self._config.source, error)
+            self._is_unkept = True
+        else:
+            self._is_unkept = False
 
     async def _take_policy(self) -> None:
         """The policy of the quorum, as its file has it now: what crosses from here on is held to that."""
@@ -168,7 +189,7 @@ class AgentRenewal:
                 "policy", f"The policy of require_quorum is not taken, and the former one counts: {error}"
             )
             return
-        self._troubles.pop("policy", None)
+        self._say("policy", "")
         if policy != quorum.policy:
             quorum.take(policy)
             self._trust_witnesses()
@@ -183,12 +204,31 @@ class AgentRenewal:
                 [*regions, *(quorum.policy.witness_keys if quorum is not None else ())]
             )
 
+    def _unreached(self) -> str:
+        """Whose cosignatures the policy of the quorum asks for, though this agent asks nobody who could give them; empty where it does."""
+        config, quorum = self._config, self._quorum
+        if quorum is None:
+            return ""
+        asked = {
+            *witnesses_of(self.files.bundles.values(), config.source),
+            *(VerifierKey.parse(key) for each in config.witnesses for key in each.keys),
+        }
+        if quorum.policy.is_met(asked):
+            return ""
+        names = dict.fromkeys(key.name for key in quorum.policy.witness_keys if key not in asked)
+        return (
+            f"The policy of require_quorum can be met by nobody whom this agent asks to cosign: neither `witnesses` in bridge.yaml nor the bundle of a region that it reaches has the key of "
+            f"{', '.join(names) or 'any witness'}. Nothing crosses once leaves have waited for {quorum.max_lag}."
+        )
+
     def troubles(self) -> list[str]:
         """What of the files is not taken, a sentence each."""
         return list(self._troubles.values())
 
     def _say(self, what: str, sentence: str) -> None:
-        """Once, as long as it stays so."""
-        if self._troubles.get(what) != sentence:
+        """Once, as long as it stays so; nothing where all is well."""
+        if not sentence:
+            self._troubles.pop(what, None)
+        elif self._troubles.get(what) != sentence:
             self._troubles[what] = sentence
             log.warning("%s", sentence)

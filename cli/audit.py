@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -296,8 +297,8 @@ def verify(
             hints = (cosignature_hint(report, trust, cosignatures) for _, report in reports)
             for hint in dict.fromkeys(filter(None, hints)):
                 note(hint)
-        if bad and trust.regions:
-            note(_judged_by(trust))
+        if bad:
+            _note_age(trust)
     unheld = _of_other_logs(held, {report.origin for _, report in reports})
     for sentence in unheld:
         note(sentence)
@@ -309,14 +310,25 @@ def verify(
         raise typer.Exit(EXIT_VERSION_1)
 
 
-def _judged_by(trust: Trust) -> str:
-    """Of when the bundles are that logs were verified by, which an auditor may have had for years."""
+@contextmanager
+def _judged_by(trust: Trust) -> Iterator[None]:
+    """Where what is verified here does not hold, say of when the bundles are."""
+    try:
+        yield
+    except TamperError:
+        _note_age(trust)
+        raise
+
+
+def _note_age(trust: Trust) -> None:
+    """Of when the bundles are that something was verified by and does not hold: an auditor may have had them for years."""
     found = (trust.region(name).bundle for name in trust.regions)
     issued = ", ".join(f"{bundle.region} of {iso(bundle.issued_ms)}" for bundle in found)
-    return (
-        f"Verified by the bundles of {issued}. What is signed or cosigned under a key that is newer than its region's bundle here does not verify: "
-        "where a region has changed its keys since, take its current one."
-    )
+    if issued:
+        note(
+            f"Verified by the bundles of {issued}. What is signed or cosigned under a key that is newer than its region's bundle here does not verify: "
+            "where a region has changed its keys since, take its current one."
+        )
 
 
 def is_of_version_1(report: Report) -> bool:
@@ -837,14 +849,17 @@ def check_proof_(
     data = read_file(file, "The proof")
     trust = trusted(bundle, policy)
     if is_tlog_proof(data):
-        _show_leaf(file, check_leaf(data, trust, cosignatures_min=cosignatures), json)
+        with _judged_by(trust):
+            leaf = check_leaf(data, trust, cosignatures_min=cosignatures)
+        _show_leaf(file, leaf, json)
         return
     if not looks_like_proof(data):
         raise RequestError(
             f"{file} is no proof.",
             hint="Give a file that `felix audit prove` wrote, or one of c2sp.org/tlog-proof.",
         )
-    proven = check_proof(data, trust, cosignatures_min=cosignatures)
+    with _judged_by(trust):
+        proven = check_proof(data, trust, cosignatures_min=cosignatures)
     if json:
         print_json(proven)
         if proven.intent_version == 1:
@@ -930,6 +945,9 @@ def _approval(proven: Proven) -> list[list[object]]:
     why: list[list[object]] = [
         [name, value] for name, value in terms_rows(approved.terms) if name in _PURPOSE_ROWS
     ]
+    differs: list[list[object]] = [
+        ["countries differ", f"{sentence}."] for sentence in approved.placed_otherwise
+    ]
     return [
         *why,
         [
@@ -938,6 +956,7 @@ def _approval(proven: Proven) -> list[list[object]]:
         ],
         ["accepted by", approved.accepted_by],
         ["countries", f"{approved.source_country} → {approved.destination_country}"],
+        *differs,
     ]
 
 
@@ -993,7 +1012,7 @@ def report(
         _require_place(name, trust)
     notes = [*told, *remembered_here()]
     old = _roots(accept_version_1)
-    with progress(counted=False) as bar:
+    with _judged_by(trust), progress(counted=False) as bar:
         task = bar.add_task("starting", total=None)
         result = run_report(
             logs,

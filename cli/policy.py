@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli.output import lines, out, print_json, styled, table, write_data
+from cli.grants import known_bundles
+from cli.output import lines, note, out, print_json, styled, table, write_data
 from cli.setting import JsonOption, RegionOption, choose_region, connect, folder_of, read_file, run
 from felix.errors import Code, RequestError
 from felix.messages import ListDocuments, PutDocument
+from keys.bundle import RegionBundle
 from keys.key_file import load_signing_key
 from policy.residency import (
     ExportRule,
@@ -61,6 +64,18 @@ def apply(file: File, region: RegionOption = "") -> None:
         )
     document = sign_policy(policy, load_signing_key(folder.policy_key).private_key)
     out.print(run(_put(config.region, document)))
+    for sentence in placed_otherwise(policy, known_bundles(folder)):
+        note(sentence)
+
+
+def placed_otherwise(policy: ResidencyPolicy, bundles: Mapping[str, RegionBundle]) -> list[str]:
+    """A sentence for each region that the policy places in another country than the region's bundle here names: registers have the policy's word."""
+    return [
+        f"The policy says that {name} is in {entry.country}, and {name}'s bundle, as it is trusted here, that it is in {bundles[name].country}. "
+        "Registers name the country of the policy: find out which is right."
+        for name, entry in policy.file.regions.items()
+        if name in bundles and bundles[name].country != entry.country
+    ]
 
 
 async def _put(region: str, document: SignedDocument) -> str:

@@ -172,6 +172,24 @@ def continues(bundle: RegionBundle, signed: SignedBundle) -> bool:
     return True
 
 
+def pin_over(data: bytes, signed: SignedBundle, own: RegionBundle) -> SignedPin | None:
+    """The pin that stands beside a bundle's file, where that counts and not `signed`, which the file has: people compared another bundle, which `signed` does not follow. So brokers
+    go by it. Of a region that nobody compared yet the later bundle counts, and so it does beside a pin under a key that this region gave up: no broker takes such a pin any more, and
+    what it shows in this folder is that there was a later bundle. None where no pin of that region holds, or the file's counts."""
+    try:
+        pin = parse_pin(data, own.region, own.mesh)
+    except FelixError:
+        return None
+    is_former = not pin.holds_under(own.policy_keys)
+    if is_former and not pin.holds_under(key for keys in own.former for key in keys.policy_keys):
+        return None
+    if pin.bundle.region != signed.bundle.region or continues(pin.bundle, signed):
+        return None
+    if (is_former or pin.pin.number == UNCOMPARED) and signed.bundle.issued_ms > pin.bundle.issued_ms:
+        return None
+    return pin
+
+
 def _decode(data: bytes) -> SignedPin:
     """Raises RequestError where it has not the shape of a pin."""
     if len(data) > PIN_BYTES_MAX:

@@ -9,7 +9,7 @@ from pathlib import Path
 from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
-from keys.pin import SignedPin, continues, decode_pin, parse_pin, read_unverified
+from keys.pin import SignedPin, continues, decode_pin, parse_pin, pin_over, read_unverified
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.metadata.catalog import Catalog
@@ -49,7 +49,8 @@ def _read_bundle(path: Path) -> SignedBundle:
 
 
 def pinned_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
-    """Other regions' bundles as an operator put them into the folder, without those whose trust was taken back. Blocks."""
+    """Other regions' bundles as an operator compared and put them into the folder, without those whose trust was taken back. A file that was put back from a backup does not count over the pin
+    beside it, as at brokers and agents (`keys.pin.pin_over`). Blocks."""
     return {name: bundle for name, bundle in _bundles(folder).items() if not is_withdrawn(folder, name)}
 
 
@@ -71,7 +72,15 @@ def trusted_file(folder: RegionFolder, region: str) -> Path:
 
 
 def _bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
-    return {signed.bundle.region: signed.bundle for signed in trusted_files(folder)}
+    files = {signed.bundle.region: signed for signed in trusted_files(folder)}
+    if not files or not folder.bundle.exists():
+        return {region: signed.bundle for region, signed in files.items()}
+    own, found = decode_bundle(_read(folder.bundle)).bundle, dict[str, RegionBundle]()
+    for region, signed in files.items():
+        path = folder.pin(region)
+        pin = pin_over(_read(path), signed, own) if path.exists() else None
+        found[region] = signed.bundle if pin is None else pin.bundle
+    return found
 
 
 def is_withdrawn(folder: RegionFolder, region: str) -> bool:

@@ -246,8 +246,10 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _C,
         "every leaf names the whole hash of the terms, and the import grant with that hash is signed by the destination. Where "
         "one grant id has two terms, the first ones count. Also with a key that the destination gave up: what that signed counts below its end in "
-        "the log that the destination had cosigned, and nowhere else, however often and differently that log is served",
+        "the log that the destination had cosigned, and nowhere else, however often and differently that log is served. In which country the destination is, the source's "
+        "policy says; where the destination's bundle names another one, verifier, report and proof say so",
         (
+            "attacks/test_country_of_another.py",
             "attacks/test_former_keys.py",
             "attacks/test_end_served_twice.py",
             "attacks/test_two_terms_of_one_id.py",

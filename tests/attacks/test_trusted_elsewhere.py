@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from attacks.test_f13_unpinned_bundles import allowed, change_policy_key, governance
 from bridge_mesh import ACCEPTED_BY, POLICIES, Mesh, flight, two_regions, until
@@ -21,6 +22,7 @@ from bridge.config import paths_of
 from bridge.pins import Pins
 from cli.exits import EXIT_UNAVAILABLE, exit_code
 from cli.form import Form
+from cli.grants import known_bundles
 from cli.main import app
 from cli.trust import _trusted
 from felix.address import Address
@@ -28,9 +30,10 @@ from felix.errors import Code, FelixError, RequestError
 from felix.messages import ListDocuments, PutDocument
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
-from keys.bundle import FormerKeys, KeyEnd, SignedBundle, decode_bundle, sign_bundle
+from keys.bundle import FormerKeys, KeyEnd, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
 from keys.pin import UNCOMPARED, Pin, decode_pin, sign_pin
+from keys.signing import SigningKey
 from policy.grant import sign_import
 from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
@@ -278,6 +281,8 @@ async def test_a_bundle_that_is_put_back_beside_its_pin_counts_for_no_agent(mach
         assert files.bundles["eu-west"] == new.bundle
         (said,) = files.unpinned
         assert str(path) in said and "felix region trust" in said
+        # Nor for who verifies on this machine, nor in what `felix region trust` shows.
+        assert known_bundles(mesh.us)["eu-west"] == new.bundle
     path.write_bytes(new.encode())
     assert not load_files(config, paths_of(config, mesh.us.root)).unpinned
     # Of what was trusted before there were pins the later bundle counts.
@@ -287,6 +292,59 @@ async def test_a_bundle_that_is_put_back_beside_its_pin_counts_for_no_agent(mach
     for put, counts in ((former, new), (other.encode(), other)):
         path.write_bytes(put)
         assert load_files(config, paths_of(config, mesh.us.root)).bundles["eu-west"] == counts.bundle
+
+
+async def test_bundles_of_both_regions_that_are_put_back_count_for_no_agent(machines: Machines) -> None:
+    """Both regions have changed their policy keys; a secret of before brings both bundles at each start. By its own region's of before no pin of now holds."""
+    mesh, config = machines.mesh, machines.mesh.bridge_config()
+    paths = paths_of(config, mesh.us.root)
+    own_path, path = mesh.us.bundle, mesh.us.trusted / "eu-west.json"
+    secret = {each: each.read_bytes() for each in (own_path, path)}
+    new = change_policy_key(mesh)
+    assert (await machines.compare(new)).exit_code == 0
+    assert (await machines.trust(on=mesh.us)).exit_code == 0
+    async with mesh.agent() as agent:
+        await agent._renewal.renew()
+    # us-east changes its key as well. Until somebody compares again, the pin beside is under the former one.
+    own = mesh.bundle("us-east")
+    changed = changed_own(own)
+    own_path.write_bytes(changed.encode())
+    for put, counts in ((secret[path], new), (new.encode(), new)):
+        path.write_bytes(put)
+        files = load_files(config, paths)
+        assert (files.bundles["us-east"], files.bundles["eu-west"]) == (changed.bundle, counts.bundle)
+    other = change_policy_key(mesh)
+    path.write_bytes(other.encode())
+    assert load_files(config, paths).bundles["eu-west"] == other.bundle, "a former key holds up no later one"
+    path.write_bytes(new.encode())
+    async with mesh.agent() as agent:
+        await agent._renewal.renew()
+        assert agent._renewal.troubles() == []
+        for each, data in secret.items():
+            each.write_bytes(data)
+        await agent._renewal.renew()
+        assert agent._renewal.files.bundles == {"us-east": changed.bundle, "eu-west": new.bundle}
+        (said,) = agent._renewal.troubles()
+        assert str(own_path) in said and str(path) in said
+    files = load_files(config, paths)
+    assert files.bundles == {"us-east": changed.bundle, "eu-west": new.bundle}, "also at its next start"
+    assert len(files.unpinned) == 2
+    # Who means it removes what the agent remembers.
+    paths.bundle_held.unlink()
+    assert load_files(config, paths).bundles["us-east"] == own
+    own_path.write_bytes(changed.encode())
+    path.write_bytes(new.encode())
+    assert not load_files(config, paths).unpinned
+
+
+def changed_own(own: RegionBundle) -> SignedBundle:
+    """us-east's bundle with another policy key; the one of before ended."""
+    key = SigningKey.generate()
+    former = FormerKeys(policy_keys=own.policy_keys, ends=(KeyEnd("us-east.acme/audit", 5, b"r" * 32),))
+    changed = msgspec.structs.replace(
+        own, issued_ms=own.issued_ms + 10_000, policy_keys=(key.verify_key.public,)
+    )
+    return sign_bundle(changed.with_former((former,)), key)
 
 
 async def test_pins_are_listed_to_agents_of_the_region_alone(machines: Machines) -> None:

@@ -704,8 +704,7 @@ async def test_a_note_that_does_not_open_stops_no_change(mesh: Mesh) -> None:
     """us-east gave its egress log another key, and eu-west compared the bundle: what eu-west's witness remembers is under the one before."""
     await twenty_crossed(mesh)
     await mesh.stop("eu-west")
-    config, path = load_config(mesh.eu.config), mesh.eu.trusted / "us-east.json"
-    kept = path.read_bytes()
+    config, kept = load_config(mesh.eu.config), (mesh.eu.trusted / "us-east.json").read_bytes()
     bundle, public = decode_bundle(kept).bundle, SigningKey.generate().verify_key.public
     keys = tuple(
         msgspec.structs.replace(key, public=public)
@@ -715,14 +714,14 @@ async def test_a_note_that_does_not_open_stops_no_change(mesh: Mesh) -> None:
         if key.name != EGRESS or key.algorithm == "ed25519"
     )
     replaced = msgspec.structs.replace(bundle, audit_keys=keys, issued_ms=bundle.issued_ms + 1)
-    path.write_bytes(sign_bundle(replaced, load_signing_key(mesh.us.policy_key)).encode())
+    trust_region(mesh.eu, sign_bundle(replaced, load_signing_key(mesh.us.policy_key)), now_ms())
     shutil.rmtree(mesh.eu.root / "data" / "governance")
     changed = change_signing_keys(mesh.eu, config, now_ms())
     (sentence,) = changed.left_out
     assert EGRESS in sentence and "does not open" in sentence
     assert ended_in(mesh, "eu-west") == set(logs(mesh)) - {EGRESS}
     # Once the right bundle is trusted, the end is added; and whoever leaves the log out is told nothing.
-    path.write_bytes(kept)
+    trust_region(mesh.eu, decode_bundle(kept), now_ms())
     raised = raise_ends(mesh.eu, config, now_ms())
     assert not raised.left_out and ended_in(mesh, "eu-west") == set(logs(mesh))
     for report in verified(mesh).values():

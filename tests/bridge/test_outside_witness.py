@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from attacks.test_f13_unpinned_bundles import change_policy_key
 from audit_log import key, witness_signer
 from bridge_mesh import BRIDGE, POLICIES, Mesh, flight, two_regions, until
 from witness_logs import serving
@@ -26,7 +27,7 @@ from keys.bundle import sign_bundle
 from keys.key_file import load_signing_key
 from policy.quantity import Duration
 from policy.residency import parse_policy, sign_policy
-from region.bootstrap import issue_identity
+from region.bootstrap import issue_identity, trust_region
 from region.config import AuditConfig, load_config
 
 
@@ -187,6 +188,9 @@ async def test_a_changed_policy_counts_and_a_bad_one_leaves_the_former_in_force(
         quorum = QuorumConfig(policy=path.name, max_lag=Duration(4_000))
         with caplog.at_level(logging.WARNING, "felix.bridge.renewal"):
             async with mesh.agent(require_quorum=quorum) as agent:
+                await until(lambda: agent.links() and "met by nobody" in agent.links()[0].reason, "at once")
+                assert stranger.name in agent.links()[0].reason
+                assert "no quorum" not in agent.not_ready()
                 await mesh.publish([flight(at) for at in range(10)])
                 await until(lambda: "no quorum" in agent.not_ready(), "it lets nothing cross")
                 own, theirs = (mesh.trust.region(name).witnesses[0] for name in ("us-east", "eu-west"))
@@ -205,6 +209,7 @@ async def test_a_changed_policy_counts_and_a_bad_one_leaves_the_former_in_force(
                 await mesh.crossed(10)
                 await until(lambda: agent.not_ready() == "", "all of it is cosigned")
                 assert "former one" not in agent.links()[0].reason
+                assert "met by nobody" not in agent.links()[0].reason
                 # What a witness cosigns that was in no policy before counts from there on.
                 await mesh.publish([flight(at) for at in range(10)])
                 await mesh.crossed(20)
@@ -230,9 +235,34 @@ async def test_a_renewed_bundle_with_the_key_of_the_quorum_is_not_taken(tmp_path
                 await agent._renewal.renew()
                 is_taken = agent._renewal.files.bundles["us-east"] == changed
                 assert is_taken == (public != outside.public)
-                assert is_taken == (agent._renewal.troubles() == [])
+                refused = [said for said in agent._renewal.troubles() if "is not taken" in said]
+                assert is_taken == (refused == [])
                 renewed = issue_identity(mesh.us, load_config(mesh.us.config), "bridge", BRIDGE, now_ms())
                 await agent._renewal.renew()
                 assert agent._renewal.files.identity.chain_pem == renewed.chain_pem
         finally:
             await agent.stop()
+
+
+async def test_pins_are_judged_by_the_bundle_that_counts_and_not_by_one_that_is_not_taken(
+    tmp_path: Path,
+) -> None:
+    """us-east's bundle with another policy key is refused; eu-west's of before is put back beside a pin under the key that counts."""
+    outside = witness_signer("witness.example/w1", seed=77).key
+    async with two_regions(tmp_path) as mesh:
+        (mesh.us.root / "outside.policy").write_text(f"witness w {outside}\nquorum w\n")
+        quorum = QuorumConfig(policy="outside.policy", max_lag=Duration(4_000))
+        async with mesh.agent(require_quorum=quorum) as agent:
+            path = mesh.us.trusted / "eu-west.json"
+            former, new = path.read_bytes(), change_policy_key(mesh)
+            assert trust_region(mesh.us, new, now_ms()) is not None
+            path.write_bytes(former)
+            held, other = mesh.bundle("us-east"), key(79)
+            changed = msgspec.structs.replace(
+                held,
+                policy_keys=(other.verify_key.public,),
+                receipt_keys=(*held.receipt_keys, outside.public),
+            )
+            mesh.us.bundle.write_bytes(sign_bundle(changed, other).encode())
+            await agent._renewal.renew()
+            assert agent._renewal.files.bundles == {"us-east": held, "eu-west": new.bundle}

@@ -6,13 +6,16 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
-from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, REGION_ORIGIN, egress_appends, key, region_bundle
+from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, REGION_ORIGIN, STREAM, egress_appends, key, region_bundle
 from crossing_logs import START_MS, write_log
 from msgspec.structs import replace
 from signed_grants import grant_leaves, paper_leaf, signed_grant, standing
 from typer.testing import CliRunner
 
 from audit.leaf import Side
+from audit.proof import prove
+from audit.tile_disk import Folder
+from audit.tlog_proof import prove_leaves
 from audit.trust import Trust
 from cli.audit import to_report
 from cli.main import app
@@ -75,6 +78,24 @@ def test_a_log_that_does_not_verify_is_shown_with_the_age_of_the_bundles(folder:
     assert f"us-east of {issued}" in said and "take its current one" in said
     code, said = verify(folder, "own", "us-east", "eu-west", cosignatures=0)
     assert code == 0 and "issued" not in said and f"of {issued}" not in said
+
+
+def test_a_proof_that_does_not_hold_is_shown_with_the_age_of_the_bundles(folder: Path) -> None:
+    newer = key(211)
+    changed = replace(region_bundle("us-east"), policy_keys=(newer.verify_key.public,))
+    (folder / "other-keys").write_bytes(sign_bundle(changed, newer).encode())
+    files, trusted = Folder(folder / "log"), Trust.of(map(region_bundle, ("us-east", "eu-west")))
+    proof = prove(files, trusted, STREAM, 0, 0)
+    (folder / "proof").write_bytes(proof)
+    (folder / "leaf").write_bytes(prove_leaves(files, trusted, STREAM, 0, 0)[0])
+    for name in ("proof", "leaf"):
+        for bundle, holds in (("us-east", True), ("other-keys" if name == "proof" else "eu-west", False)):
+            words = ["audit", "check-proof", str(folder / name), "--cosignatures", "0"]
+            for each in (bundle, "eu-west"):
+                words += ["--bundle", str(folder / each)]
+            done = CliRunner().invoke(app, words, env={"FELIX_HOME": str(folder / "home")})
+            assert (done.exit_code == 0) == holds, done.output
+            assert ("take its current one" in done.stderr) == (not holds), done.stderr
 
 
 def test_a_log_that_verifies_gets_no_hint_and_one_closing_line(folder: Path) -> None:
