@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import typer
 
 from cli.agent import (
@@ -212,6 +213,11 @@ def allow(
     )
     policy = run(fetch_policy(config.region))
     document = sign_export(terms, policy, load_signing_key(folder.policy_key).private_key, now)
+    if before := run(_offered_before(folder, terms)):
+        note(
+            f"with these terms {', '.join(before)} is offered already and waits for {to} to accept; this is another grant. Take back the one that is not wanted: "
+            f"felix bridge revoke {before[0]}"
+        )
     if wildcard:
         note(f"{name} is a pattern: every stream that fits it, now or later, is granted and reported as such")
     else:
@@ -240,6 +246,24 @@ def allow(
         )
         out.print(f"  felix bridge approve {export.grant} --as NAME --region {config.region}")
     out.print(f"Nothing crosses until {to} accepts it:  felix bridge accept {path} --region {to}")
+
+
+async def _offered_before(folder: RegionFolder, terms: GrantTerms) -> list[str]:
+    """Grants of the same terms, whenever they were drawn up, that nobody has accepted: such as a command that was ended has left."""
+
+    def is_same(before: GrantTerms) -> bool:
+        return terms == msgspec.structs.replace(
+            before, not_before=terms.not_before, expires=terms.expires, drawn_up_by=terms.drawn_up_by
+        )
+
+    return [
+        view.grant
+        for view in (await fetch_book(terms.from_region, folder)).list(now_ms())
+        if view.state is GrantState.OFFERED
+        and view.accepted is None
+        and view.export is not None
+        and is_same(view.export.terms)
+    ]
 
 
 class Parties(NamedTuple):
@@ -356,8 +380,6 @@ def accept(
 
 def _destination(document: SignedDocument) -> str:
     """The region a grant names, where its folder is on this machine; signatures are checked later."""
-    import msgspec
-
     try:
         to = msgspec.json.decode(document.body)["terms"]["to_region"]
     except (msgspec.MsgspecError, KeyError, TypeError):

@@ -157,6 +157,11 @@ def restore(
         for each in list_names(object_url(url, config.region))
         if (parsed := parse_folder_name(each)) is not None and parsed[0] == name
     ]
+    if len(found) > 1:
+        # Where a store has folders, that of a stream which was deleted stays, with nothing in it.
+        found = [
+            one for one in found if _has_objects(object_url(url, f"{config.region}/{folder_name(name, one)}"))
+        ]
     chosen = [one for one in found if incarnation in ("", one.hex())]
     if len(chosen) != 1:
         known = ", ".join(one.hex() for one in found) or "none"
@@ -246,6 +251,11 @@ def restore(
         out.print(
             "Compare each end with what consumers and bridges had: newer segments that somebody took out of the store cannot be seen here."
         )
+
+
+def _has_objects(base: str) -> bool:
+    """Whether a store has anything of an incarnation. Raises UnavailableError."""
+    return any(list_names(object_url(base, each)) for each in list_names(base))
 
 
 def _verify_all(

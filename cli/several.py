@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import gc
 import itertools
 import json
@@ -63,6 +64,8 @@ OWN_ETCD_ENDS_S: Final = 10.0
 """How long an etcd of this region that has nobody any more may take to end."""
 ETCD_FOLDER: Final = "etcd"
 """Of the region's folder: the etcd that belongs to this region alone."""
+CONFIG_LOCK: Final = "region.yaml.lock"
+"""In the folder of what runs: held while region.yaml is read and written anew."""
 ETCD_PEER: Final = "http://127.0.0.1:2380"
 """What an etcd of one member calls itself; nobody asks there."""
 _PARENT_DEATH_SIGNAL: Final = 1
@@ -170,6 +173,22 @@ def require_unchanged(folder: RegionFolder, config: RegionConfig) -> str:
 def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress) -> RegionConfig:
     """The region's configuration with `count` brokers on this machine: more behind those that it names, or without the last of them. Written
     into region.yaml. Raises RequestError where its brokers are not written there as this module writes them, or are others by now."""
+    with _held(folder.run / CONFIG_LOCK):
+        return _scaled(folder, config, count, free_address)
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Of two commands that change region.yaml at once, the second reads there what the first has written."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _scaled(
+    folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress
+) -> RegionConfig:
     assert config.cluster is not None
     brokers = config.cluster.brokers
     text = require_unchanged(folder, config)

@@ -73,6 +73,9 @@ __all__ = [
 
 IDS_READ_BYTES: Final = 4 << 20
 """Read at a time where the window of message ids is read from the log."""
+IDS_CLOCK_AHEAD_MS: Final = 86_400_000
+"""So far ahead a clock may be that a log is opened by, as one that shows another time zone or was not set yet, and no id is missed. What was not written to for
+as long is not read for ids."""
 
 
 class AppendObserver(Protocol):
@@ -244,8 +247,9 @@ class ShardLog:
         return shard
 
     async def _read_ids(self, window: MessageIds) -> None:
-        """Read the window of message ids from the records: they are the truth."""
-        now_ms = max(self._core.last_time_ms, self._hooks.clock_ms())
+        """Read the window of message ids from the records: they are the truth. What is too old is found by the clock of each append; here a clock that
+        is ahead, and right by then, would lose ids for good."""
+        now_ms = max(self._core.last_time_ms, self._hooks.clock_ms() - IDS_CLOCK_AHEAD_MS)
         offset = await self.offset_for_time(now_ms - window.window_ms)
 
         def collect(batches: Sequence[SealedBatch]) -> list[Identified]:

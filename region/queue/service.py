@@ -457,12 +457,12 @@ class QueueService:
 
     def gauges(self, stream: HostedStream, number: int) -> dict[str, float]:
         """A shard's gauges, by name; none where the stream is no queue. Of one that is not open nothing more is known: what is done stands in its journal, which
-        is not read for figures."""
+        is not read for figures. Of one that takes dead letters not even that is said: that nobody leases them is as it is meant to be."""
         if stream.record.config.views.queue is None:
             return {}
         queue = self._queues.get(stream.name)
         if queue is None or number >= len(queue.shards):
-            return {"queue_open": 0}
+            return {} if stream.takes_dead_letters else {"queue_open": 0}
         shard = queue.shards[number]
         state, now_ms = shard.state, self._broker.streams_ms()
         counts = state.counts

@@ -47,6 +47,8 @@ AGAIN_S: Final = 2.0
 """How often is looked at what has no leaf yet: a broker that was down has started, or the audit log takes leaves again."""
 WAIT_S: Final = 3.0
 """How long whoever deletes a stream waits for the leaf. Brokers that run have destroyed the key within milliseconds."""
+LEAVES_SHOWN: Final = 3
+"""Leaves that a sentence names."""
 
 
 class Destruction(Protocol):
@@ -317,7 +319,7 @@ class Erasure:
             async with asyncio.timeout(WAIT_S):
                 await self._news.until(lambda: len(self._leaves(keys)) == len(keys))
         if len(found := self._leaves(keys)) == len(keys):
-            return f", and leaf {', '.join(map(str, found[:3]))} of the audit log says so."
+            return f", and {_named(found)} so."
         if holding := self._holding(keys):
             return (
                 f", but at {', '.join(holding)}, which may have it until it has started and reached the metadata store. The leaf in the audit log follows "
@@ -381,6 +383,15 @@ class Erasure:
             action=DESTROYED,
             key_id=bytes.fromhex(record.key),
         )
+
+
+def _named(leaves: list[int]) -> str:
+    """What says that keys are destroyed; without the last word of the sentence."""
+    shown = ", ".join(map(str, leaves[:LEAVES_SHOWN]))
+    if len(leaves) == 1:
+        return f"leaf {shown} of the audit log says"
+    more = f" and {len(leaves) - LEAVES_SHOWN:,} more" if len(leaves) > LEAVES_SHOWN else ""
+    return f"leaves {shown}{more} of the audit log say"
 
 
 def _find_leaf(trail: Trail, record: DestroyedKey) -> int | None:

@@ -136,6 +136,7 @@ class HostedStream:
         "replicas",
         "ring_taken",
         "stored_bytes",
+        "takes_dead_letters",
         "text",
         "tried",
         "views",
@@ -171,6 +172,8 @@ class HostedStream:
         self.delivered_records = 0
         self.stored_bytes = 0
         """On the disk, when it was last looked at."""
+        self.takes_dead_letters = False
+        """Whether dead letters came since this broker serves it: they wait for a person, and not for workers."""
         self.is_settling = False
         """Whether what must be in its shards first is being put there: nobody else finds them yet."""
         self.left: dict[int, Left] = {}

@@ -477,7 +477,9 @@ class DeadLetters:
     async def _target(self, move: Move) -> HostedStream:
         name = StreamName.parse(move.stream)
         if not move.back:
-            return await self._broker.ensure_stream(name, dead_letter_config(self._source.record.config))
+            target = await self._broker.ensure_stream(name, dead_letter_config(self._source.record.config))
+            target.takes_dead_letters = True
+            return target
         held = self._broker.streams.get(name)
         if held is None:
             raise RequestError(f"{name}, where dead letters are to go back to, is gone.", code=Code.NOT_FOUND)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -53,7 +54,7 @@ from felix.storage.disk import PRIVATE_FILES
 from region.bootstrap import write_profile
 from region.cluster.node_file import NAME as NODE
 from region.cluster.node_file import NodeFile
-from region.config import load_config
+from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
 
 COUNT = 3
@@ -524,6 +525,31 @@ def test_brokers_are_added_behind_the_others_and_taken_from_the_end(tmp_path: Pa
     folder.config.write_text(folder.config.read_text().replace("- {id: b2", "-  {id: b2"))
     with pytest.raises(RequestError, match="are not written as"):
         scaled(folder, load_config(folder.config), 3, free_address)
+
+
+def test_of_two_that_add_brokers_at_once_one_chooses_their_addresses(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    two = make_cluster(folder, load_config(folder.config), 2, free_address)
+    other: list[RegionConfig | RequestError] = []
+
+    def scale_as_well() -> None:
+        try:
+            other.append(scaled(folder, two, 3, lambda port, taken, kind: Address("127.0.0.1", port + 900)))
+        except RequestError as error:
+            other.append(error)
+
+    beside = threading.Thread(target=scale_as_well)
+
+    def slowly(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
+        if not beside.ident:
+            beside.start()
+            beside.join(0.5)
+        return Address("127.0.0.1", port + 800)
+
+    assert scaled(folder, two, 3, slowly) == load_config(folder.config)
+    beside.join()
+    (found,) = other
+    assert isinstance(found, RequestError) and found.code is Code.CONFLICT
 
 
 def test_no_broker_is_drained_where_new_streams_have_more_copies_than_brokers_would_be_left(

@@ -260,6 +260,30 @@ def test_a_grant_against_policy_cannot_be_signed(
     assert not mesh.grant_file(stream).exists()
 
 
+def test_who_grants_the_same_again_is_told_of_the_offer_that_nobody_has_accepted(mesh: CommandMesh) -> None:
+    stream = "acme/ops/offered-again"
+    mesh.create(stream)
+
+    def allow(*more: str) -> str:
+        said = mesh.felix(
+            "bridge", "allow", "stream", stream, "--to", DESTINATION, "--purpose", "analytics", "--basis", "scc",
+            "--reference", "SCC-1", "--expires", "30d", "--region", SOURCE,
+            "--out", str(mesh.grant_file(stream)), *more,
+        )  # fmt: skip
+        return said.err
+
+    assert "already" not in allow()
+    first = json.loads(mesh.felix("bridge", "list", "--region", SOURCE, "--json").out)
+    (grant,) = (each["grant"] for each in first["items"] if each["export"]["terms"]["stream"] == stream)
+    assert "already" not in allow("--drop", "tailnum"), "these are other terms"
+    said = " ".join(allow().split())
+    assert f"with these terms {grant} is offered already and waits for {DESTINATION} to accept" in said
+    assert f"felix bridge revoke {grant}" in said
+    mesh.accept(mesh.grant_file(stream))
+    mesh.felix("bridge", "revoke", grant, "--reason", "offered twice", "--region", SOURCE)
+    assert "already" not in allow(), "one is accepted, and the other one was taken back"
+
+
 def test_a_forged_grant_is_refused_wherever_it_is_brought(mesh: CommandMesh, tmp_path: Path) -> None:
     stream = "acme/ops/forgery-template"
     mesh.create(stream)

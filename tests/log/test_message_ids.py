@@ -29,7 +29,7 @@ from felix.batch import (
 from felix.errors import Code, FelixError, OffsetMismatchError, RequestError, UnavailableError
 from felix.settings import EPHEMERAL, Deduplication
 from region.log.message_ids import Identified, MessageIds, sift
-from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
+from region.log.shard import IDS_CLOCK_AHEAD_MS, Appended, ShardHooks, ShardLog, ShardSettings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,6 +94,25 @@ async def test_the_window_comes_back_from_the_log(tmp_path: Path) -> None:
         assert shard.message_ids == WINDOW.ids_max
         assert (await shard.append(batch_of(("x", "id-4")))).offsets == (4,)
         assert (await shard.append(batch_of(("forgotten", "id-3")))).base_offset == 12
+
+
+async def test_the_window_comes_back_by_a_clock_that_is_ahead_for_as_long_as_the_shard_is_opened(
+    tmp_path: Path,
+) -> None:
+    clock = 1_000_000
+    hooks = ShardHooks(runtime=with_wall(lambda: clock))
+    async with serving(tmp_path, DEDUPLICATING, hooks) as shard:
+        await shard.append(batch_of(("a", "1")))
+    clock += 3_600_000
+    async with serving(tmp_path, DEDUPLICATING, hooks) as shard:
+        clock -= 3_600_000
+        assert (await shard.append(batch_of(("again", "1")))).offsets == (0,)
+        clock += WINDOW.window_ms + 1
+        assert (await shard.append(batch_of(("later", "1")))).base_offset == 1
+    # What nobody wrote to for longer is not read for ids.
+    clock += 2 * IDS_CLOCK_AHEAD_MS
+    async with serving(tmp_path, DEDUPLICATING, hooks) as shard:
+        assert shard.message_ids == 0
 
 
 async def test_a_stream_that_does_not_ask_looks_at_no_id(tmp_path: Path) -> None:
@@ -323,11 +342,14 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def time_passes(self, by: int) -> None:
         self.clock += by
 
-    @rule()
-    def restart(self) -> None:
+    @rule(ahead_ms=st.sampled_from((0, 0, 3_600_000)))
+    def restart(self, ahead_ms: int) -> None:
+        """By a clock that is set right before the next append."""
         self.run(self.shard.close())
         self.restarts += 1
+        self.clock += ahead_ms
         self.shard = self.run(self.open())
+        self.clock -= ahead_ms
 
     @rule()
     def look(self) -> None:

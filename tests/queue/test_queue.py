@@ -89,6 +89,28 @@ async def test_a_queue_that_nobody_has_leased_from_says_that_it_has_no_figures(
     assert shown(JOBS)[JOBS]["queue_open"] == 1 and shown(JOBS)[JOBS]["queue_leased"] == 1
 
 
+async def test_a_stream_that_is_named_for_dead_letters_is_not_said_to_lack_workers(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    morgue = "acme/ops/morgue"
+    await operator.create_queue(morgue)
+    await operator.create_queue(JOBS, attempts=1, dead_letter=morgue)
+    jobs = operator.queue(JOBS)
+
+    def shown(name: str, figure: str) -> float | None:
+        (found,) = (values for stream, _, values in node.gauges.shards() if stream == name)
+        return found.get(figure)
+
+    assert shown(morgue, "queue_open") == 0
+    await jobs.put(b"a")
+    (job,) = await jobs.lease(1)
+    await job.nack()
+    await until(lambda: shown(JOBS, "queue_dead_lettered") == 1)
+    assert shown(morgue, "queue_open") is None, "a dead letter waits for a person"
+    await operator.queue(morgue).lease(1)
+    assert shown(morgue, "queue_open") == 1
+
+
 async def test_a_consumer_gets_what_comes_with_key_and_headers(operator: felix.RegionClient) -> None:
     await operator.create_queue(JOBS, shards=3)
     jobs = operator.queue(JOBS)

@@ -153,6 +153,9 @@ async def test_a_lost_folder_is_restored_with_the_command(
     for words in ((), ("--unverified",)):
         assert "not written by a broker" in run("log", "restore", ROLLS, url, *words)[1]
     manifest.write_bytes(written)
+    # What is left of one that was deleted names none that could be meant.
+    stored = manifest.parents[1]
+    (stored.parent / f"{stored.name.rpartition('~')[0]}~{'0' * 32}" / "00000").mkdir(parents=True)
     code, said = run("log", "restore", ROLLS, url, "--json")
     (shard,) = json.loads(said)["shards"]
     assert code == 0 and (shard["first_offset"], shard["next_offset"], shard["untagged"]) == (0, last, 0)
