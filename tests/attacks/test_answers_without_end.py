@@ -137,7 +137,7 @@ async def test_a_redrive_whose_pages_do_not_go_on_or_do_not_end_is_refused(
 
 async def test_a_scan_whose_pages_do_not_go_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def call(*_: object) -> wire.Page:
-        return wire.Page([(b"a", 1, b"x", 0)], True)
+        return wire.Page([(b"a", 1, b"x", 0)], 1, True)
 
     async def shards(_: Cache) -> int:
         return 1
