@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from felix.errors import FelixError
-from felix.expiry import Life, Notice, Stage, stage_of
+from felix.expiry import Life, Stage, stage_of
 from felix.identity import Identity
 from felix.identity_file import load_identity
 from felix.messages import ExpiryState
@@ -19,6 +19,16 @@ _ADVICE = {
     "root": "the region has to be made anew by then",
     "broker": "the broker renews it by itself: look into its log",
 }
+
+
+class _Late(NamedTuple):
+    """A certificate in the last third of its life."""
+
+    name: str
+    kind: str
+    not_after_ms: int
+    stage: str
+    """that of `Stage`, or what a newer broker calls it"""
 
 
 def identities_here(folder: RegionFolder) -> Iterator[Identity]:
@@ -50,36 +60,36 @@ def expiring(
         for kind, (start_ms, end_ms) in authority.lives().items():
             lives[f"{authority.trust_domain} {kind} certificate"] = (kind, Life(start_ms, end_ms))
     found = [
-        Notice(name, kind, life, stage)
+        _Late(name, kind, life.not_after_ms, stage.name.lower())
         for name, (kind, life) in lives.items()
         if (stage := stage_of(life, now_ms)) > Stage.FRESH
     ]
     found += [
-        Notice(each.name, each.kind, Life(0, each.not_after_ms), Stage[each.stage.upper()])
+        _Late(each.name, each.kind, each.not_after_ms, each.stage)
         for each in told
         if each.name not in lives or lives[each.name][1].not_after_ms < each.not_after_ms
     ]
-    return [_row(notice) for notice in sorted(found, key=lambda notice: notice.life.not_after_ms)]
+    return [_row(late) for late in sorted(found, key=lambda late: late.not_after_ms)]
 
 
-def _advice(notice: Notice) -> str:
+def _advice(late: _Late) -> str:
     """What is to be done about it."""
-    if notice.kind in _ADVICE:
-        return _ADVICE[notice.kind]
-    if notice.kind.startswith("foreign"):
+    if late.kind in _ADVICE:
+        return _ADVICE[late.kind]
+    if late.kind.startswith("foreign"):
         return "its region renews it"
-    name = notice.name.rpartition("/")[2]
-    issue = f"felix identity issue {name} --kind {notice.kind}"
-    if notice.stage is Stage.EXPIRED or notice.kind == "approver":
+    name = late.name.rpartition("/")[2]
+    issue = f"felix identity issue {name} --kind {late.kind}"
+    if late.stage == Stage.EXPIRED.name.lower() or late.kind == "approver":
         return issue
     return f"it renews itself when it is used and may; else {issue}"
 
 
-def _row(notice: Notice) -> dict[str, Any]:
+def _row(late: _Late) -> dict[str, Any]:
     return {
-        "name": notice.name,
-        "type": notice.kind,
-        "not_after_ms": notice.life.not_after_ms,
-        "stage": notice.stage.name.lower(),
-        "advice": _advice(notice),
+        "name": late.name,
+        "type": late.kind,
+        "not_after_ms": late.not_after_ms,
+        "stage": late.stage,
+        "advice": _advice(late),
     }

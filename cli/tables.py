@@ -91,21 +91,23 @@ def _lines(rows: Sequence[tuple[str, Text]], width: int | None) -> Text:
 
 
 def _wrapped(value: Text, width: int | None) -> list[Text]:
-    """The value's lines, broken at blanks alone, whichever: a word that is longer than a line keeps it for itself, and the terminal goes on at its left edge, where names stand."""
+    """The value's lines, broken at blanks alone, whichever: a word that is longer than a line keeps it for itself, and the terminal goes on at its left edge, where names stand.
+    What goes on is indented: else a long line would look like two of the value's."""
     found: list[Text] = []
     for line in value.split("\n", allow_blank=True):
         if width is None or cell_len(line.plain) <= width:
             found.append(line)
             continue
         begin = last = 0
+        goes_on = Text()
         for at, character in enumerate([*line.plain, " "]):
             if not character.isspace():
                 continue
-            if cell_len(line.plain[begin:at]) > width and last > begin:
-                found.append(line[begin:last])
-                begin = last + 1
+            if cell_len(goes_on.plain) + cell_len(line.plain[begin:at]) > width and last > begin:
+                found.append(goes_on + line[begin:last])
+                begin, goes_on = last + 1, Text(INDENT)
             last = at
-        found.append(line[begin:])
+        found.append(goes_on + line[begin:])
     return found or [Text()]
 
 

@@ -7,7 +7,7 @@ Their texts were chosen by whoever drew the grant up, who may gain from a row th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import typer
 from rich.text import Text
@@ -34,7 +34,8 @@ def _lines(text: str, nothing: str = "") -> list[str]:
     if not text:
         return [nothing]
     shown = spelled_out(text)
-    if shown == nothing:
+    if nothing and shown.strip('"') == nothing:
+        # With quotes of its own it would be the text without them.
         return [f'"{shown}"']
     return [shown] if is_plain(shown) else [shown, f"that is, {in_ascii(text)}"]
 
@@ -45,9 +46,10 @@ def signed_text(text: str, nothing: str = "") -> str | Text:
     return lines(found) if len(found) > 1 else found[0]
 
 
-def _each(texts: Sequence[str], nothing: str) -> str | Text:
+def signed_texts(texts: Iterable[str], nothing: str) -> str | Text:
     """Several texts, a line for each: whatever stood between them could be in one of them."""
-    return lines(line for text in texts for line in _lines(text, nothing)) if texts else nothing
+    found = [line for text in texts for line in _lines(text, nothing)]
+    return lines(found) if found else nothing
 
 
 def terms_rows(terms: GrantTerms) -> list[Row]:
@@ -64,7 +66,7 @@ def terms_rows(terms: GrantTerms) -> list[Row]:
         ("mechanism", signed_text(terms.mechanism, _NONE_NAMED)),
         ("reference", signed_text(terms.reference, _NONE_NAMED)),
         ("assessment", signed_text(terms.transfer_assessment, _NONE_NAMED)),
-        ("categories", _each(terms.categories, _NONE_NAMED)),
+        ("categories", signed_texts(terms.categories, _NONE_NAMED)),
         ("exporter", signed_text(terms.exporter)),
         ("importer", signed_text(terms.importer)),
         ("owner", signed_text(terms.owner)),
@@ -88,7 +90,7 @@ def _transform_rows(spec: TransformSpec) -> list[Row]:
         ("fields", lines([*(line for rule in spec.fields for line in _field(rule)), others])),
         ("filter", signed_text(spec.filter, _NO_FILTER)),
         ("record key", spec.key.value),
-        ("headers", _each(spec.headers, _NO_HEADERS)),
+        ("headers", signed_texts(spec.headers, _NO_HEADERS)),
         ("trace context", "crosses" if spec.trace else "does not cross"),
     ]
 

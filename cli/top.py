@@ -29,7 +29,7 @@ from rich.text import Text
 import felix
 from cli.output import format_cell, out, print_json
 from cli.setting import IdentityOption, JsonOption, RegionOption, choose_region, connect, run, stop_signals
-from felix.errors import FelixError, RequestError
+from felix.errors import FelixError, RequestError, UnavailableError
 from felix.messages import CacheTraffic, LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.names import StreamName
 from felix.visible import spelled_out, visible
@@ -620,7 +620,11 @@ async def _watch(
         if once:
             await asyncio.sleep(interval_s)
             found = await brokers.look(prefix, tenant, sort)
-            assert found is not None
+            if found is None:
+                raise UnavailableError(
+                    "Another broker of the region answered than before: there are no figures of one of them over the interval.",
+                    hint="Run it again.",
+                )
             if json:
                 print_json(found)
             else:

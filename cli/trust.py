@@ -16,13 +16,12 @@ from cli.grants import own_bundle
 from cli.output import iso, lines, note, out, print_json, table
 from cli.process import read_state
 from cli.setting import JsonOption, RegionOption, connect, folder_of, read_file, run
-from cli.terms import signed_text
+from cli.terms import signed_text, signed_texts
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from felix.messages import PutDocument
 from felix.page import list_documents
 from felix.runtime.real import now_ms
-from felix.visible import spelled_out
 from keys.bundle import (
     FormerKeys,
     Known,
@@ -376,10 +375,10 @@ def _told(signed: SignedBundle, offer: SignedOffer | None) -> list[list[str | Te
     if offer is not None:
         rows += [
             *_party(offer.offer),
-            ["reached at", lines(map(spelled_out, offer.offer.addresses))],
+            ["reached at", signed_texts(offer.offer.addresses, "")],
         ]
     bridges = dict.fromkeys(key.name.rpartition("/")[2] for key in bundle.bridge_logs())
-    rows.append(["bridges", lines(map(spelled_out, bridges)) if bridges else "none yet"])
+    rows.append(["bridges", signed_texts(bridges, "none yet")])
     if bundle.former:
         rows.append(["former keys", ended_in_words(bundle.former)])
     return [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from cli.form import chosen
 from cli.grants import fetch_book, stand
 from cli.output import counted, iso, note, out, table
 from cli.setting import RegionOption, folder_of, run
@@ -136,6 +137,11 @@ def _confirm(config: RegionConfig, other: str, grants: int, *, yes: bool) -> Non
     """Ask at a terminal. Raises RequestError where nobody answers, or the answer is no."""
     if yes:
         return
+    if chosen.is_data:
+        raise RequestError(
+            f"Nobody said yes to {config.region} trusting {other} no more, and with -o {chosen.form} nothing is shown before.",
+            hint="Call it without -o or --json to read which grants end, or with --yes.",
+        )
     if not sys.stdin.isatty():
         raise RequestError(
             f"Nobody said yes to {config.region} trusting {other} no more, and there is no terminal to ask at.",

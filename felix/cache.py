@@ -270,6 +270,11 @@ class Cache:
                     yield key, Entry(value, version, left / 1000 if left else None)
                 if not page.more or not page.entries:
                     break
+                if page.entries[-1][0] <= after:
+                    raise RequestError(
+                        "Scan was answered with a page that does not go on behind what was listed.",
+                        hint="No honest broker answers so: ask the region's operator.",
+                    )
                 after = page.entries[-1][0]
 
     async def stats(self) -> wire.CacheStats:

@@ -48,6 +48,8 @@ Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Page = Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+ShardCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+"""As a broker says it: a client keeps something for each shard, and asks of each. A stream has 256 at most."""
 GrantName = Annotated[str, msgspec.Meta(pattern=r"\Ag-[a-z2-7]{16}\Z")]
 """A grant's id: what does not look like one is no request, and nothing of it is kept."""
 OptionalGrant = Annotated[str, msgspec.Meta(pattern=r"\A(g-[a-z2-7]{16})?\Z")]
@@ -251,7 +253,7 @@ class ShardState(Message, frozen=True, tag="shard"):
 class StreamState(Message, frozen=True, tag="stream"):
     stream: Name
     incarnation: bytes
-    shards: int
+    shards: ShardCount
     durability: Durability
     retention: Retention
     ring_bytes: int
@@ -280,7 +282,7 @@ class OpenPublisher(Request["PublisherOpened"], frozen=True, tag="open_publisher
 class PublisherOpened(Message, frozen=True, tag="publisher_opened"):
     """`in_flight`: how many batches of one shard may wait for their acknowledgement; brokers before 0.2 remember 32, and do not say."""
 
-    shards: int
+    shards: ShardCount
     incarnation: bytes
     in_flight: Natural = 31
 
@@ -930,7 +932,7 @@ class OpenQueue(Request["QueueOpened"], frozen=True, tag="open_queue"):
 class QueueOpened(Message, frozen=True, tag="queue_opened"):
     """`visibility_ms`: how long a lease lasts that asks for nothing else."""
 
-    shards: int
+    shards: ShardCount
     incarnation: bytes
     visibility_ms: int
     ordered_by_key: bool = False
@@ -947,7 +949,7 @@ class CacheOpened(Message, frozen=True, tag="cache_opened"):
     leader epochs of its log, each with the offset at which it begins; the last is that of what comes from now on."""
 
     incarnation: bytes
-    shards: int
+    shards: ShardCount
     now_ms: int
     epochs: dict[int, list[tuple[int, int]]] = {}
 
@@ -1147,7 +1149,7 @@ class ConsumerOpened(Message, frozen=True, tag="consumer_opened"):
 
     member: int
     incarnation: bytes
-    shards: int
+    shards: ShardCount
     settings: SubscriptionSettings
     created: bool = False
 

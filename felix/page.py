@@ -7,6 +7,7 @@ broker expects.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Final, Protocol, TypeVar
 
@@ -20,6 +21,11 @@ E = TypeVar("E")
 
 PART_BYTES_MAX: Final = CONTROL_BYTES_MAX - 4096
 """Of the entries of one request: what its frame holds, less what stands around them."""
+
+PAGES_MAX: Final = 8_192
+"""Of one listing: 2 GiB as they come, several times what the documents and streams of a large region are. A broker that goes on behind that has no honest list."""
+ENTRIES_MAX: Final = 1_000_000
+"""Of one listing, too: small ones take a hundred times their bytes once they are decoded."""
 
 
 class Asked(Protocol):
@@ -37,13 +43,18 @@ async def pages(
     asked: Asked, request: Request[AnswerT], what: str, after: Callable[[AnswerT], str] = said_next
 ) -> AsyncIterator[AnswerT]:
     """Every page of a listing. `what` is the page's field of entries, `after` where the one behind it begins. Raises what asking
-    raises, RequestError where the pages do not go on: a region's broker says what stands in them."""
+    raises, RequestError where the pages do not go on, or do not end: a region's broker says what stands in them."""
     seen = 0
-    while True:
+    for number in itertools.count(1):
         page: Any = await asked.request(request)
-        yield page
         entries = getattr(page, what)
         seen += len(entries)
+        if seen > ENTRIES_MAX or (number == PAGES_MAX and page.more and entries):
+            raise RequestError(
+                f"{type(request).__name__} was answered with {number:,} pages of {seen:,} {what}, and no end: a list has at most {PAGES_MAX:,} pages and {ENTRIES_MAX:,} entries.",
+                hint="No honest broker has so long a list: ask the region's operator.",
+            )
+        yield page
         if not page.more or not entries:
             return
         following = after(page)

@@ -58,6 +58,8 @@ from felix.subscription import (
 )
 
 REDRIVE_PAGE: Final = 100
+REDRIVE_PAGES_MAX: Final = 1 << 16
+"""Of one redrive: more than any stream has dead letters."""
 """Dead letters in one request."""
 
 if TYPE_CHECKING:
@@ -314,14 +316,20 @@ class Stream:
         created it nor has the right `admin`, UNSUPPORTED; UnavailableError."""
         redriven = gone = held = 0
         after = ""
-        while True:
+        for _ in range(REDRIVE_PAGES_MAX):
             wanted = min(records - redriven, REDRIVE_PAGE) if records else REDRIVE_PAGE
             request = RedriveSubscription(str(self.name), name, wanted, after)
             page = await self._client.connection.request(request)
             redriven, gone, held = redriven + page.redriven, gone + page.gone, held + page.held
-            after = page.next
-            if not after or (records and redriven >= records):
+            if not page.next or (records and redriven >= records):
                 return Redriven(redriven, gone, held, page.full)
+            if page.next == after:
+                break
+            after = page.next
+        raise RequestError(
+            f"RedriveSubscription was answered with pages that do not go on, or do not end, after {redriven:,} dead letters.",
+            hint="What was redriven stays so. No honest broker answers so: ask the region's operator.",
+        )
 
     async def delete_subscription(self, name: str) -> None:
         """Its consumers end, its position is forgotten. Raises RequestError: NOT_FOUND, FORBIDDEN."""

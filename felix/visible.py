@@ -20,21 +20,22 @@ _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 belong to nothing, and of line and paragraph separators."""
 _NOT_ASSIGNED: Final = (
     range(0x2065, 0x2066), range(0xFFF0, 0xFFF9), range(0xE0000, 0xE0001), range(0xE0002, 0xE0020),
-    range(0xE0080, 0xE0100), range(0xE01F0, 0xE1000),
+    range(0xE0080, 0xE0100), range(0xE01F0, 0xE1000), range(0x13439, 0x13440),
 )  # fmt: skip
-"""Code points without a character, which Unicode keeps for such as are not shown (Default_Ignorable_Code_Point): fonts show nothing for them."""
+"""Code points without a character, which Unicode keeps for such as are not shown (Default_Ignorable_Code_Point): fonts show nothing for them. And format characters of Egyptian that are newer than
+the tables of some Python releases."""
 _NO_INK: Final = frozenset(
-    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0\U00016fe4\U0001d159"
+    "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0\U00013441\U00013442\U00016fe4\U0001d159"
 ) | {chr(each) for some in _NOT_ASSIGNED for each in some}
-"""Letters, marks and symbols that show nothing: fillers, joiners, vowels that are not written, the Braille pattern and the notehead without a dot. How wide they are is another matter in each terminal.
+"""Letters, marks and symbols that show nothing: fillers, joiners, vowels that are not written, blanks of Egyptian (letters, by Unicode), the Braille pattern and the notehead without a dot. How wide they are is another matter in each terminal.
 Selectors of variants stay: they belong to emoji."""
 MARKS_MAX: Final = 4
 """Marks on one letter, as scripts have them: Hebrew of the Bible, stacks of Tibetan. More of them cover the lines above and below."""
 _MARKS_SIGNED_MAX: Final = 2
 """As most scripts have them, where people sign."""
 _SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-_ESCAPE: Final = re.compile(r"\\(?:[nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
-"""What `_escape` writes."""
+_ESCAPE: Final = re.compile(r"\\(?:[nrt]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})")
+"""What `_escape` writes, and what people read as that: it writes small letters."""
 
 
 def _escape(character: str) -> str:

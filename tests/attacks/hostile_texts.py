@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 import unicodedata
@@ -76,11 +77,8 @@ def hidden_in(data: bytes, allowed: str = "\n") -> set[str]:
 
 def piles_in(text: str) -> int:
     """Marks on one letter, where it has the most."""
-    most = marks = 0
-    for one in text:
-        marks = marks + 1 if unicodedata.category(one)[0] == "M" else 0
-        most = max(most, marks)
-    return most
+    marks = "".join(one for one in set(text) if unicodedata.category(one)[0] == "M")
+    return max(map(len, re.findall(f"[{re.escape(marks)}]+", text)), default=0) if marks else 0
 
 
 NAMES: Final[dict[str, str]] = {

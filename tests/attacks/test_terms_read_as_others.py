@@ -11,6 +11,7 @@ from attacks.chance import Chance
 from attacks.conftest import Tally
 from rich.cells import cell_len
 
+from cli.form import chosen
 from cli.output import out
 from cli.terms import show_terms, terms_rows
 from policy.grant_documents import ExportGrant
@@ -118,10 +119,35 @@ def test_what_is_named_is_told_from_what_is_not() -> None:
         ({"transform": build_spec(headers=["a, b"])}, {"transform": build_spec(headers=["a", "b"])}),
         ({"purpose": "support\u200b"}, {"purpose": r"support\u200b"}),
         ({"categories": ("\u0430", r"that is, \u0430")}, {"categories": ("\u0430",)}),
+        ({"mechanism": '"none named"'}, {"mechanism": "none named"}),
+        ({"mechanism": '""none named""'}, {"mechanism": '"none named"'}),
+        ({"transform": build_spec(headers=['"none"'])}, {"transform": build_spec(headers=["none"])}),
     ],
 )
 def test_no_two_terms_are_shown_alike(one: dict[str, object], other: dict[str, object]) -> None:
     assert rows_of(terms(**one)) != rows_of(terms(**other))
+
+
+@pytest.mark.parametrize("form", ["table", "wide"])
+def test_a_long_text_is_told_from_two(
+    form: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    """What goes on in another line is told from another category, and from what stands below letters that may look like others."""
+    monkeypatch.setattr(chosen, "form", form)
+    for first in range(20, 75):
+        one, two = "x" * first, "health and that of relatives"
+        assert _printed((f"{one} {two}",), capsys, monkeypatch) != _printed((one, two), capsys, monkeypatch)
+    purpose = f"\u0410cme Inc, {'of the data ' * 5}that is, Acme Inc"
+    said = shown(terms(purpose=purpose), capsys, monkeypatch)
+    assert not re.search(r"^ {18,20}that is, Acme", said, re.MULTILINE)
+    tally("long texts that could be two", 55)
+
+
+def _printed(
+    categories: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    said = shown(terms(categories=categories), capsys, monkeypatch)
+    return re.sub(r"[0-9a-f]{64}|g-[a-z2-7]{16}", "", said)
 
 
 def rows_of(of: GrantTerms) -> list[tuple[str, str]]:

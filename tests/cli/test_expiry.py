@@ -67,3 +67,10 @@ def test_what_the_broker_has_seen_counts_unless_the_file_is_newer(folder: Region
     old_session = ExpiryState("spiffe://us-east.acme/client/fresh", "client", now + 3 * DAY, "due")
     names = [each["name"] for each in expiring(folder, config, now, [foreign, elsewhere, old_session])]
     assert elsewhere.name in names and foreign.name in names and old_session.name not in names
+
+
+def test_what_a_newer_broker_calls_a_stage_is_shown_as_it_says(folder: RegionFolder) -> None:
+    now, config = now_ms(), load_config(folder.config)
+    later = ExpiryState("spiffe://eu-west.acme/bridge/eu-to-us", "foreign bridge", now + DAY, "revoked-soon")
+    (row,) = [each for each in expiring(folder, config, now, [later]) if each["name"] == later.name]
+    assert row["stage"] == "revoked-soon" and row["advice"] == "its region renews it"

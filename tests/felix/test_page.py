@@ -73,3 +73,35 @@ async def test_a_page_without_entries_is_the_last() -> None:
         len([page async for page in pages(Asked(ask), ListRights(), "rights", lambda page: max(page.rights))])
         == 1
     )
+
+
+@pytest.mark.parametrize("size", [1, 7])
+async def test_a_list_without_end_is_refused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page goes on behind the one before, and there is always another."""
+    monkeypatch.setattr("felix.page.PAGES_MAX", 50)
+    monkeypatch.setattr("felix.page.ENTRIES_MAX", 100)
+    asked = 0
+
+    async def ask(request: ListRights) -> RightsPage:
+        nonlocal asked
+        asked += 1
+        return RightsPage({f"{asked:09}-{number}": ["publish"] for number in range(size)}, True)
+
+    found = 0
+    with pytest.raises(RequestError, match="and no end"):
+        async for page in pages(Asked(ask), ListRights(), "rights", lambda page: max(page.rights)):
+            found += len(page.rights)
+    assert found <= 100 and asked <= 50
+
+
+async def test_a_list_of_as_many_pages_as_there_may_be_is_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("felix.page.PAGES_MAX", 3)
+
+    async def ask(request: ListRights) -> RightsPage:
+        left = [name for name in "abcde" if name > request.after]
+        return RightsPage({name: ["publish"] for name in left[:2]}, len(left) > 2)
+
+    found = [page async for page in pages(Asked(ask), ListRights(), "rights", lambda page: max(page.rights))]
+    assert len(found) == 3

@@ -130,3 +130,9 @@ def test_one_log_record_is_one_line_and_a_traceback_cannot_pass_for_a_record() -
     lines = formatter.format(record).split("\n")
     assert sum(not line.startswith((" ", "Traceback")) for line in lines) == 1
     assert "\x1b" not in "".join(lines)
+
+
+def test_blanks_of_egyptian_are_escapes_and_capital_letters_of_an_escape_are_told_apart() -> None:
+    assert visible("a\U00013441\U00013442\U0001343fb") == r"a\U00013441\U00013442\U0001343fb"
+    assert spelled_out("a\u200b") != spelled_out(r"a\u200B") == r"a\x5cu200B"
+    assert in_ascii(r"\U0001F6EB") == r"\x5cU0001F6EB"
