@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from itertools import count
 from typing import Final
 
 from audit.trail_reopening import LOOK_S, TrailReopening
@@ -185,12 +184,13 @@ class Node:
 
     async def _stop_tasks(self) -> None:
         await end_tasks(*self._tasks)
+        await self._parts.streams.maintenance.close()
 
     def _repeat(self) -> None:
         """Start the periodic work. If a run fails by a bug, quotas use their last known values, logs stay as they were, and the
         other streams are still processed.
         """
-        storage, turns, parts = self.config.storage, count(1), self._parts
+        storage, parts = self.config.storage, self._parts
         streams, certificate = parts.streams, parts.certificate
         certificate.notice()
 
@@ -218,10 +218,13 @@ class Node:
 
         async def offload() -> None:
             await streams.maintenance.offload(self.broker.streams_ms(), storage.offload_allow)
+
+        async def follow_offload() -> None:
             if parts.peers is not None:
                 await parts.peers.replicas.offload()
-            if next(turns) % OFFLOAD_CHECKS_PER_DELETION == 0:
-                await asyncio.to_thread(parts.directory.retry_deletions)
+
+        async def delete() -> None:
+            await asyncio.to_thread(parts.directory.retry_deletions)
 
         async def renew() -> None:
             try:
@@ -239,6 +242,12 @@ class Node:
             (storage.sweep_every / 1000, retain, "retention could not be applied"),
             (COMPACT_CHECK_S, compact, "streams could not be compacted"),
             (OFFLOAD_CHECK_S, offload, "segments could not be offloaded"),
+            (OFFLOAD_CHECK_S, follow_offload, "copies could not be told of offloaded segments"),
+            (
+                OFFLOAD_CHECK_S * OFFLOAD_CHECKS_PER_DELETION,
+                delete,
+                "objects of deleted streams could not be deleted",
+            ),
             (RENEW_CHECK_S, renew, "the broker's certificate could not be renewed"),
         ):
             self._spawn(every(period_s, turn, failure, log))

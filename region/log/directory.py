@@ -55,10 +55,14 @@ READ_THREADS_MAX: Final = 4
 """Catching-up readers wait for each other rather than for syncs: reads have threads of their own."""
 
 OFFLOAD_THREADS_MAX: Final = 4
-"""One upload at a time for each store, and fetches beside them: a store that does not answer holds up no read of what is local, and hardly another store."""
+"""One upload at a time for each store, which may take hours: one store hardly waits for another."""
+FETCH_THREADS_MAX: Final = 4
+"""Readers of what is in stores wait for each other, and for no upload; readers of what is local for none of them."""
 
 LIST_THREADS_MAX: Final = 1
 """New copies read lists of what is in a store: neither reads nor uploads wait for these."""
+DELETION_THREADS_MAX: Final = 1
+"""Streams' objects are deleted one after the other: there may be a hundred thousand, for which nothing else waits."""
 
 COPIES: Final = "copies"
 """Beside the folder of logs: what is known of copies outside of their own folders."""
@@ -169,11 +173,14 @@ class LogDirectory:
         self.read_pool = runtime.pool(READ_THREADS_MAX, "log-read")
         self.list_pool = runtime.pool(LIST_THREADS_MAX, "log-lists")
         self.maintenance_pool = runtime.pool(1, "log-maintenance")
+        self._fetch_pool = runtime.pool(FETCH_THREADS_MAX, "log-fetch")
+        self._deletion_pool = runtime.pool(DELETION_THREADS_MAX, "log-deletions")
         self._store = ShardStore(
             runtime.pool(OFFLOAD_THREADS_MAX, "log-offload"),
             FetchedCache(fetched_bytes_max, self.files),
             offload_rate_bytes,
             runtime.clock,
+            self._fetch_pool,
         )
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()
@@ -400,7 +407,7 @@ class LogDirectory:
             return
         self.files.sync_folder(self._data)
         if self._shed(deleted):
-            self._store.pool.submit(self._finish_deletion, deleted)
+            self._deletion_pool.submit(self._finish_deletion, deleted)
 
     def _finish_deletions(self) -> None:
         """What a crash, or a store that did not answer, left of deletions that were asked for."""
@@ -408,7 +415,7 @@ class LogDirectory:
             # What stays keeps its name of a deleted stream: the next start tries again.
             with suppress(OSError):
                 if self._shed(folder):
-                    self._store.pool.submit(self._finish_deletion, folder)
+                    self._deletion_pool.submit(self._finish_deletion, folder)
 
     def _doomed(self) -> list[Path]:
         return [
@@ -489,7 +496,8 @@ class LogDirectory:
         self.read_pool.shutdown()
         self.list_pool.shutdown()
         self.maintenance_pool.shutdown()
-        self._store.pool.shutdown(cancel_futures=True)
+        for pool in (self._store.pool, self._fetch_pool, self._deletion_pool):
+            pool.shutdown(cancel_futures=True)
         try:
             save_clean_stop(self.files, self._data, self._lock.identity, self._clean)
         except OSError as error:

@@ -219,7 +219,7 @@ class DiskReader:
             except OSError as error:
                 raise storage_error(error, self._folder) from error
 
-        future = self._loop.run_in_executor(self._store.pool, bring)
+        future = self._loop.run_in_executor(self._store.fetch_pool or self._store.pool, bring)
         self._fetching[segment.base_offset] = future
         future.add_done_callback(lambda _: self._fetching.pop(segment.base_offset, None))
         await asyncio.shield(future)

@@ -29,8 +29,8 @@ CHUNK_BYTES: Final = 1 << 20
 """Moved at a time: what a throttle counts, and what a stop waits for."""
 
 PART_BYTES: Final = 5 << 20
-"""Written to a store at a time, the least that S3 takes: libraries take tens of MiB by themselves, which a slow way does not bring over within a
-step's time (region.log.store_calls)."""
+"""Written to a store at a time, the least that S3 takes: libraries take tens of MiB by themselves, and this machine's memory takes all that is for a
+folder, which a slow way does not bring over within a step's time (region.log.store_calls)."""
 
 SMALL_BYTES_MAX: Final = 16 << 20
 """Of an object that is read into memory, unless it is a list."""
@@ -170,9 +170,9 @@ def put_file(files: Files, source: Path, url: str, pace: Pace = no_pace) -> Dige
     digest, size = hashlib.sha256(), 0
     descriptor = files.open(source, os.O_RDONLY)
     try:
-        with _reaching(url, changes=True) as place, _writing(place) as writer:
+        with _reaching(url, changes=True) as place, _writing(place) as write:
             while chunk := files.pread(descriptor, CHUNK_BYTES, size):
-                place.do(writer.write, chunk)
+                write(chunk)
                 digest.update(chunk)
                 size += len(chunk)
                 pace(len(chunk))
@@ -183,19 +183,35 @@ def put_file(files: Files, source: Path, url: str, pace: Pace = no_pace) -> Dige
 
 def put_bytes(data: bytes, url: str) -> None:
     """Write a small object."""
-    with _reaching(url, changes=True) as place, _writing(place) as writer:
+    with _reaching(url, changes=True) as place, _writing(place) as write:
         for begin in range(0, len(data), CHUNK_BYTES):
-            place.do(writer.write, data[begin : begin + CHUNK_BYTES])
+            write(data[begin : begin + CHUNK_BYTES])
 
 
 @contextmanager
-def _writing(place: _Place) -> Iterator[Any]:
-    """An object that is written anew, and is there for good once this is left."""
+def _writing(place: _Place) -> Iterator[Callable[[bytes], None]]:
+    """What writes to an object that is written anew, and is there for good once this is left."""
     files, path = place.files, place.path
     place.do(files.makedirs, files._parent(path), exist_ok=True)
     with place.call.opened(lambda: files.open(path, "wb", block_size=PART_BYTES)) as writer:
-        yield writer
-    place.do(_settle, files, path)
+        unsynced = 0
+
+        def write(chunk: bytes) -> None:
+            nonlocal unsynced
+            place.do(writer.write, chunk)
+            unsynced += len(chunk)
+            if unsynced >= PART_BYTES and isinstance(files, LocalFileSystem):
+                place.do(_sync, writer)
+                unsynced = 0
+
+        yield write
+    place.call.do_whole(_settle, files, path)
+
+
+def _sync(writer: Any) -> None:
+    """What a folder of this machine was given goes where it belongs now: it may be a file server's, and a sync of all of a segment would take too long."""
+    writer.flush()
+    os.fsync(writer.fileno())
 
 
 def _settle(files: Any, path: str) -> None:

@@ -350,6 +350,10 @@ class Maintenance:
         refused: UnavailableError | None = None
         if wanted and base:  # 2
             below, throttle = shard.high_watermark, self._throttle()
+            in_list = {(one.base_offset, one.next_offset) for one in listed.segments}
+            if any((one.base_offset, one.next_offset) in in_list for one in waiting(disk, below)):
+                # The turn that listed them ended before step 4. An object in force is not written over: if that broke off, no whole one would be left.
+                await work(lambda: self._mark(listed.segments, below))
             segments = waiting(disk, below)[:UPLOADS_PER_LIST]
             epochs = shard.epochs.starts
             if segments:

@@ -105,9 +105,11 @@ class ShardHooks:
 
 @dataclass(frozen=True, slots=True)
 class ShardStore:
-    """What moves segments to and from stores: threads of their own, one bounded cache, and a rate, of the whole broker."""
+    """What moves segments to and from stores: threads of their own, one bounded cache, and a rate, of the whole broker. `fetch_pool`: readers do not wait
+    for uploads; None: `pool`."""
 
     pool: Executor
     cache: FetchedCache = field(default_factory=FetchedCache)
     rate_bytes: int = RATE_BYTES
     clock: Clock = REAL.clock
+    fetch_pool: Executor | None = None

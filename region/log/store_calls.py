@@ -6,7 +6,8 @@ thread beside the one that calls, which waits for it no longer than STALLED_S, a
 Invariants:
 - a step that did not come back is left alone with its thread; the process ends without it;
 - until it has come back, nothing else changes the same object: what it did late would undo what was done since;
-- a store that left a step without an answer is asked nothing but by one probe at a time, until it answers: only the first caller waits for it.
+- a store that left a step without an answer is asked nothing but by one probe at a time, until it answers: only the first caller waits for it;
+- threads have a bound: LEFT_MAX for the steps that one store left without an answer, and for its probes about a hundred in a year of silence.
 """
 
 from __future__ import annotations
@@ -33,13 +34,22 @@ T = TypeVar("T")
 STALLED_S: Final = 60.0
 """A step moves 5 MiB at most: a store that takes longer than this for it is of no use."""
 WHOLE_S: Final = 300.0
-"""The same of a step that takes all there is: the names of 300,000 objects, page by page, or a list of 64 MiB."""
+"""The same of a step that takes all there is: the names of 300,000 objects, page by page, a list of 64 MiB, or the end of an object, with which some file
+systems begin to bring it over."""
 LOOK_S: Final = 0.25
 """How often a thread that waits for a step looks whether its work is still wanted."""
 PROBE_S: Final = 10.0
 """A store that answers a probe within this time, whatever it says, is there again."""
 PROBE_PAUSE_S_MAX: Final = 600.0
 """Between two probes, at first none: each that never comes back keeps a thread."""
+PROBES_HUNG: Final = 16
+PROBE_SHARE: Final = 8
+"""With so many probes that did not come back, the next one waits for this part of the time that the store has been silent, if that is longer."""
+LEFT_MAX: Final = 64
+"""Steps of one store that did not come back: each keeps a thread, and one that writes 6 MiB. With so many, nothing more is asked before one comes back."""
+LEFT_AT_ONCE: Final = 8
+"""So many steps, about, are under way when a store falls silent. One that answers probes and leaves more than these rests ever longer before it is asked
+again."""
 LOCAL_PARTS: Final = 2
 """Folders of a path that tell which store it is of, on this machine: one of two mounts may hang."""
 
@@ -80,6 +90,12 @@ _silent: Final[dict[str, Event]] = {}
 """Stores that left a step without an answer; each event is set once it answers."""
 _changing: Final[Counter[str]] = Counter()
 """Objects that a step which did not come back may still change."""
+_left: Final[Counter[str]] = Counter()
+"""Of each store: steps that nobody waits for any more, and that have not come back."""
+_overdue: Final[Counter[str]] = Counter()
+"""Those of them that took longer than they may."""
+_probing: Final[Counter[str]] = Counter()
+"""Of each store: probes that have not come back."""
 
 
 @contextmanager
@@ -113,14 +129,28 @@ def store_of(url: str) -> str:
 def silent_stores() -> list[str]:
     """The stores that this process waits for, sorted."""
     with _lock:
-        return sorted(_silent)
+        return sorted({*_silent, *(store for store, count in _left.items() if count >= LEFT_MAX)})
 
 
 def silence_problems() -> list[str]:
     """What that means, in one line each."""
+    with _lock:
+        silent, overdue = sorted(_silent), sorted(_overdue.items())
+        stopped = {store for store, count in _left.items() if count >= LEFT_MAX}
     return [
         f"The store {store} takes what it is asked and does not answer: segments wait to be copied there, and records that are only there cannot be read. It is asked again by itself."
-        for store in silent_stores()
+        for store in silent
+        if store not in stopped
+    ] + [
+        f"{'1 call' if count == 1 else f'{count:,} calls'} of the store {store} {'has' if count == 1 else 'have'} not come back: "
+        + (
+            "it is asked nothing more before one does."
+            if store in stopped
+            else "what may yet be changed so waits, and in the same stream what stands behind it."
+        )
+        + " If the store's library never gives up, restart the broker."
+        for store, count in sorted({**dict.fromkeys(stopped, LEFT_MAX), **dict(overdue)}.items())
+        if store in stopped or store not in silent
     ]
 
 
@@ -147,6 +177,11 @@ class StoreCall:
         with _lock:
             if self._store in _silent:
                 raise _stalled(self._store)
+            if _left[self._store] >= LEFT_MAX:
+                raise UnavailableError(
+                    f"{LEFT_MAX} calls of {self._store} have not come back",
+                    hint="It is asked nothing more before one of them does. If the store's library never gives them up, restart the broker.",
+                )
             if changes and url in _changing:
                 raise UnavailableError(
                     "an earlier call that changes this object has not come back",
@@ -185,7 +220,7 @@ class StoreCall:
                 self._leave(worker)
                 raise WorkEndedError
             if waited_s >= limit_s:
-                self._leave(worker)
+                self._leave(worker, is_overdue=True)
                 _falls_silent(self._store, self._probe, limit_s)
                 raise _stalled(self._store)
 
@@ -197,27 +232,29 @@ class StoreCall:
             yield file
         finally:
             if not self._is_left:
-                self.do(file.close)
+                (self.do_whole if self._changes else self.do)(file.close)
 
-    def _leave(self, worker: _Worker) -> None:
+    def _leave(self, worker: _Worker, *, is_overdue: bool = False) -> None:
         """The step under way is waited for no more."""
         self._is_left = True
         _mine.worker = None
-        opened, store, changed = self._opened, self._store, self._url if self._changes else None
-        if changed is not None:
-            with _lock:
-                _changing[changed] += 1
+        opened, store = self._opened, self._store
+        counted = [(_left, store)]
+        if is_overdue:
+            counted.append((_overdue, store))
+        if self._changes:
+            counted.append((_changing, self._url))
+        with _lock:
+            for counts, key in counted:
+                counts[key] += 1
 
         def come_back() -> None:
             answer = worker_answers.get_nowait()
             for each in (opened, answer.found):
                 with suppress(Exception):
                     each.close()
-            if changed is not None:
-                with _lock:
-                    _changing[changed] -= 1
-                    if not _changing[changed]:
-                        del _changing[changed]
+            for counts, key in counted:
+                _count_down(counts, key)
             if answer.error is None:
                 _answers(store)
 
@@ -231,6 +268,13 @@ def _stalled(store: str) -> UnavailableError:
     )
 
 
+def _count_down(counts: Counter[str], key: str) -> None:
+    with _lock:
+        counts[key] -= 1
+        if not counts[key]:
+            del counts[key]
+
+
 def _falls_silent(store: str, probe: Callable[[], object], waited_s: float) -> None:
     with _lock:
         if store in _silent:
@@ -239,7 +283,12 @@ def _falls_silent(store: str, probe: Callable[[], object], waited_s: float) -> N
     log.warning(
         "%s has not answered for %.0f s: it is asked nothing until it answers a probe", store, waited_s
     )
-    Thread(target=_ask, args=(store, probe, answered), name="log-store-probe", daemon=True).start()
+    try:
+        Thread(target=_ask, args=(store, probe, answered), name="log-store-probe", daemon=True).start()
+    except RuntimeError:
+        # There is no room for a thread: the next call finds out by itself.
+        _answers(store)
+        raise
 
 
 def _answers(store: str) -> None:
@@ -252,17 +301,28 @@ def _answers(store: str) -> None:
 
 def _ask(store: str, probe: Callable[[], object], answered: Event) -> None:
     """Until the store answers: a step that was left alone may come back as well."""
-    pause_s = 0.0
+    with _lock:
+        rest_s = PROBE_S * ((1 << _left[store] // LEFT_AT_ONCE) - 1)
+    pause_s, silent_s = min(rest_s, PROBE_PAUSE_S_MAX), 0.0
     while not answered.wait(pause_s):
         done = Event()
-        Thread(target=_ask_once, args=(store, probe, done), name="log-store-probe", daemon=True).start()
+        with suppress(RuntimeError):
+            # Without room for a thread it is asked later.
+            Thread(target=_ask_once, args=(store, probe, done), name="log-store-probe", daemon=True).start()
         if done.wait(PROBE_S):
             _answers(store)
             return
+        silent_s += pause_s + PROBE_S
         pause_s = min(max(PROBE_S, 2 * pause_s), PROBE_PAUSE_S_MAX)
+        with _lock:
+            is_many = _probing[store] >= PROBES_HUNG
+        if is_many:
+            pause_s = max(pause_s, silent_s / PROBE_SHARE)
 
 
 def _ask_once(store: str, probe: Callable[[], object], done: Event) -> None:
+    with _lock:
+        _probing[store] += 1
     try:
         probe()
     except Exception:
@@ -271,3 +331,5 @@ def _ask_once(store: str, probe: Callable[[], object], done: Event) -> None:
     else:
         done.set()
         _answers(store)
+    finally:
+        _count_down(_probing, store)

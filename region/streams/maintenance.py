@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from felix.errors import Code, FelixError, RequestError
+from felix.tasks import end_tasks
 from region.log.directory import LogDirectory
 from region.log.store_calls import store_of
 from region.metadata.records import StreamConfig
@@ -23,6 +24,10 @@ TENDED_AT_ONCE: Final = 250
 a segment without a retention that has grown old, producers that were silent for a week, objects of a stream that is no longer offloaded."""
 
 
+OFFLOAD_WAIT_S: Final = 1.0
+"""A pass waits so long for what it began: a turn with one store may take hours, and the others have theirs meanwhile."""
+
+
 class StreamMaintenance:
     """Of the streams in `index`. A pass visits those whose settings ask for it, and the next ones of all the others in turn."""
 
@@ -32,6 +37,8 @@ class StreamMaintenance:
         # The streams that each round-robin pass processed last.
         self._swept: list[HostedStream] = []
         self._offloaded: list[HostedStream] = []
+        # By store: the turn that is under way there.
+        self._offloading: dict[str, asyncio.Task[None]] = {}
         self.offload_refused = 0
         """Offload runs that the configuration does not allow."""
 
@@ -74,15 +81,29 @@ class StreamMaintenance:
                     log.info("%s shard %d was compacted: %s", stream.name, shard.identity.shard, report)
 
     async def offload(self, now_ms: int, allowed: tuple[str, ...]) -> None:
-        """Offload the shards that are due, those of one store one after the other; `allowed`: what the region's configuration allows."""
+        """Offload the shards that are due, those of one store one after the other. What takes long goes on beside the passes
+        that follow. `allowed`: what the region's configuration allows."""
         self._offloaded = self._index.turn(self._offloaded, TENDED_AT_ONCE)
         by_store: dict[str, list[HostedStream]] = {}
         # Of one that is no longer offloaded, objects may be left to delete.
         for stream in {**self._work.offloaded, **dict.fromkeys(self._offloaded)}:
             wanted = stream.record.config.views.offload
             by_store.setdefault(store_of(wanted.url) if wanted else "", []).append(stream)
-        # A store that hangs holds up its own streams alone.
-        await asyncio.gather(*(self._offload(streams, now_ms, allowed) for streams in by_store.values()))
+        # A store that hangs, or is slow, holds up its own streams alone.
+        for place, streams in by_store.items():
+            if place not in self._offloading:
+                self._offloading[place] = asyncio.ensure_future(self._offload(streams, now_ms, allowed))
+        if self._offloading:
+            await asyncio.wait(self._offloading.values(), timeout=OFFLOAD_WAIT_S)
+        ended = {place: task for place, task in self._offloading.items() if task.done()}
+        for place in ended:
+            del self._offloading[place]
+        for task in ended.values():
+            task.result()
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await end_tasks(*self._offloading.values())
 
     async def _offload(self, streams: Iterable[HostedStream], now_ms: int, allowed: tuple[str, ...]) -> None:
         for stream in streams:

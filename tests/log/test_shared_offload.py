@@ -785,3 +785,41 @@ async def test_a_list_with_a_segment_that_ends_before_it_begins_is_damaged(
     circle = msgspec.structs.replace(last, next_offset=last.base_offset - 1)
     with pytest.raises(CorruptionError, match="before it begins"):
         decode_list(encode_list(OffloadList(0, (circle,))), "a list")
+
+
+@pytest.mark.parametrize("fails", ["deletions", "the answer of the record"])
+async def test_what_is_in_force_is_not_written_over(
+    fails: str, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other copies may have let their files go by then: an upload that is broken off would have ended what is whole."""
+    record, log = Record(), filled(tmp_path / "a")
+    put, put_file = list[str](), store.put_file
+    lost = 0
+
+    def delete(url: str) -> None:
+        raise UnavailableError("The store deletes nothing.")
+
+    def lose_answer() -> None:
+        nonlocal lost
+        lost += 1
+        if lost % 4 == 0:
+            raise UnavailableError("The record was changed, and does not say so.")
+
+    def counted(files: Files, source: Path, url: str, pace: store.Pace) -> store.Digest:
+        put.append(url)
+        return put_file(files, source, url, pace)
+
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+        grown(log, 20)
+    monkeypatch.setattr(store, "put_file", counted)
+    if fails == "deletions":
+        monkeypatch.setattr(store, "delete", delete)
+    else:
+        record.told = lose_answer
+    async with leading(log, record, place) as shard:
+        for turn in range(8):
+            with suppress(UnavailableError):
+                await shard.offload(turn * maintenance.ORPHANS_AGAIN_MS, place)
+    assert put and sorted(put) == sorted(set(put))
+    assert all(one.remote is not None for one in log.segments[:-1])

@@ -110,6 +110,42 @@ async def test_of_two_stores_one_hangs_and_the_other_one_is_used(
         await until(lambda: shard_of(node).offload_waiting_bytes == 0, 90)
 
 
+async def test_what_takes_long_in_one_store_holds_up_no_other_one(
+    folder: RegionFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is given up: an upload over a slow way, and the deletion of a hundred thousand objects, take hours."""
+    monkeypatch.setattr(store_calls, "STALLED_S", 600.0)
+    good = f"file://{tmp_path}/good"
+    storage = StorageConfig(offload_allow=(URL, good))
+    data = str(tmp_path / "data")
+    slow = [f"acme/ops/slow-{at}" for at in range(4)]
+    async with running(folder, data=data, storage=storage) as node, client(folder) as region:
+        for name in slow:
+            await region.create_stream(name, views=Views(offload=Offload(URL, 0)))
+            await fill(region, name, 30)
+        await region.create_stream(ROLLS, views=Views(offload=Offload(good, 0)))
+        await fill(region, ROLLS, 100)
+        for name in (*slow, ROLLS):
+            await until(lambda name=name: shard_of(node, name).offload_waiting_bytes == 0)  # type: ignore[misc]
+    async with running(folder, data=data, storage=storage) as node, client(folder) as region:
+        with hanging("write", "delete"):
+            for name in slow:
+                await region.delete_stream(name)
+            await until(lambda: HangingFiles.waiting["delete"] > 0)
+            await region.create_stream(AGAIN, views=Views(offload=Offload(URL, 0)))
+            await fill(region, AGAIN, 100)
+            await until(lambda: HangingFiles.waiting["write"] > 0)
+            # For some looks at what is to be deleted.
+            await asyncio.sleep(20 * node_module.OFFLOAD_CHECK_S)
+            async with asyncio.timeout(30):
+                assert await first_of(region) == b"000000" * 30, "which is only in the other store"
+            await region.create_stream(OTHER, views=Views(offload=Offload(good, 0)))
+            await fill(region, OTHER, 100)
+            await until(lambda: shard_of(node, OTHER).counters.offloaded_segments > 2)
+        await until(lambda: shard_of(node, AGAIN).offload_waiting_bytes == 0)
+        await until(lambda: not any("slow" in each for each in hanging_object_store.objects()))
+
+
 async def test_readers_of_old_records_are_told_that_the_store_hangs_and_go_on_once_it_answers(
     folder: RegionFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
