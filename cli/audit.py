@@ -297,8 +297,8 @@ def verify(
             hints = (cosignature_hint(report, trust, cosignatures) for _, report in reports)
             for hint in dict.fromkeys(filter(None, hints)):
                 note(hint)
-        if bad:
-            _note_age(trust)
+        if bad and (age := _age_of(trust)):
+            note(age)
     unheld = _of_other_logs(held, {report.origin for _, report in reports})
     for sentence in unheld:
         note(sentence)
@@ -315,20 +315,19 @@ def _judged_by(trust: Trust) -> Iterator[None]:
     """Where what is verified here does not hold, say of when the bundles are."""
     try:
         yield
-    except TamperError:
-        _note_age(trust)
+    except TamperError as error:
+        error.hint = f"{error.hint} {_age_of(trust)}".strip()
         raise
 
 
-def _note_age(trust: Trust) -> None:
+def _age_of(trust: Trust) -> str:
     """Of when the bundles are that something was verified by and does not hold: an auditor may have had them for years."""
     found = (trust.region(name).bundle for name in trust.regions)
     issued = ", ".join(f"{bundle.region} of {iso(bundle.issued_ms)}" for bundle in found)
-    if issued:
-        note(
-            f"Verified by the bundles of {issued}. What is signed or cosigned under a key that is newer than its region's bundle here does not verify: "
-            "where a region has changed its keys since, take its current one."
-        )
+    return issued and (
+        f"Verified by the bundles of {issued}. What is signed or cosigned under a key that is newer than its region's bundle here does not verify: "
+        "where a region has changed its keys since, take its current one."
+    )
 
 
 def is_of_version_1(report: Report) -> bool:
