@@ -98,9 +98,12 @@ class EtcdProcess:
         self._end(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """Stop it from running without closing its connections, like a machine that hangs."""
+        """Stop it from running without closing its connections, like a machine that hangs. Once this returns it answers nothing."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGSTOP)
+        # Each of its threads stops by itself, on a busy machine perhaps after another answer.
+        while any(map(_runs, Path(f"/proc/{self._process.pid}/task").glob("*/stat"))):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Let a frozen one go on."""
@@ -174,3 +177,11 @@ def etcd_of_each_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd
     """A running etcd, another one for each test."""
     with _passing_etcd(tmp_path_factory) as process:
         yield process
+
+
+def _runs(thread: Path) -> bool:
+    try:
+        return thread.read_text().rpartition(")")[2].split()[0] not in "TZ"
+    except OSError:
+        # It has ended meanwhile.
+        return False
