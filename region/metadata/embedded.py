@@ -709,7 +709,7 @@ class EmbeddedStore(LocalStore):
         while True:
             await asyncio.sleep(max(0, reopening.due_ms - self.clock.boot_ms()) / 1_000)
             try:
-                leases = await self._loop.run_in_executor(self._worker, self._open_again)
+                revision, leases = await self._loop.run_in_executor(self._worker, self._open_again)
             except CorruptionError as error:
                 self._failure, self._is_over = error.sentence, True
                 log.error("%s", self._stopped())
@@ -723,11 +723,10 @@ class EmbeddedStore(LocalStore):
                 )  # fmt: skip
                 continue
             break
-        assert self._database is not None
         reopening.opened(self.clock.boot_ms())
         self._opened_again += 1
         log.warning("the metadata store %s is open again, and goes on", self.where)
-        self._settle(self._database.revision)
+        self._settle(revision)
         self._take_leases(leases)
         # Who watches has not seen what was in doubt, and may have been refused.
         self._signal()
@@ -739,8 +738,8 @@ class EmbeddedStore(LocalStore):
             doubt.happened = None if revision is None else revision == doubt.revision
             doubt.settled.set()
 
-    def _open_again(self) -> list[tuple[int, int]]:
-        """In the worker; the leases that the file has. Raises CorruptionError where it is damaged, or has less than was acknowledged; else it can be tried
+    def _open_again(self) -> tuple[int, list[tuple[int, int]]]:
+        """In the worker; the revision and the leases that the file has, before anything that waits for the worker changes them. Raises CorruptionError where it is damaged, or has less than was acknowledged; else it can be tried
         again."""
         assert self._database is not None
         self._require_there()
@@ -761,8 +760,9 @@ class EmbeddedStore(LocalStore):
                     raise
                 raise CorruptionError(f"it is damaged: {again}.") from again
         leases = database.leases()
+        revision = database.revision
         self._database, self._failure = database, ""
-        return leases
+        return revision, leases
 
     def _open_checked(self) -> _Database:
         assert self._database is not None
