@@ -20,6 +20,7 @@ from felix.storage.release_mark import require_release
 from keys.keyring import Keyring, open_keyring
 from keys.shared import RegionKeys, SharedKeyring, open_stored
 from region.folder import RegionFolder
+from region.log.begun_shards import missing_shards
 from region.log.companions import JournalKind, kind_of, shard_of
 from region.log.directory import (
     StoredStream,
@@ -34,7 +35,7 @@ from region.log.inspect import DamageLine, EntryLine, inspect_entries
 from region.log.offload import object_url
 from region.log.offloader import Gap, History, Restoration, check_object, is_lost
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, decode_segment_header
-from region.log.verify import ShardVerdict, shard_bytes, verify_shard
+from region.log.verify import Finding, ShardVerdict, shard_bytes, verify_shard
 from region.streams.sealing import KeyringSeal
 
 if TYPE_CHECKING:
@@ -90,19 +91,28 @@ def verify(
                 raise UnavailableError(
                     error.sentence, hint="Stop the broker, or verify a copy with --data."
                 ) from error
+        gone = _gone(streams)
+        lost = {(one.incarnation, one.shard) for one in gone}
         shards = [
             (stored, number)
             for stored in stored_streams(streams, DiskFiles())
             for number in stored.shards
-            if wanted in (None, stored.name) and shard in (-1, number & 0xFFFF)
+            if wanted in (None, stored.name)
+            and shard in (-1, shard_of(number))
+            and (stored.incarnation.hex(), number) not in lost
         ]
-        if not shards and wanted is not None:
+        gone = [
+            one
+            for one in gone
+            if wanted in (None, StreamName.parse(one.stream)) and shard in (-1, shard_of(one.shard))
+        ]
+        if not shards and not gone and wanted is not None:
             raise RequestError(f"There are no records of {wanted} in {streams}.", code=Code.NOT_FOUND)
         keyring = None
         if unseal:
             keyring = _open_keys(streams, folder, config)
             held.callback(keyring.close)
-        verdicts = _verify_all(streams, config.region, shards, keyring, remote=remote)
+        verdicts = _verify_all(streams, config.region, shards, keyring, remote=remote) + gone
     if json:
         print_json(verdicts, whole=all(verdict.is_whole for verdict in verdicts))
     else:
@@ -256,6 +266,22 @@ def restore(
 def _has_objects(base: str) -> bool:
     """Whether a store has anything of an incarnation. Raises UnavailableError."""
     return any(list_names(object_url(base, each)) for each in list_names(base))
+
+
+def _gone(streams: Path) -> list[ShardVerdict]:
+    """The shards that were begun, and of which nothing is left. What a crash left of the memory of a deleted stream is noted, and no damage."""
+    found = []
+    for place, number in missing_shards(DiskFiles(), streams):
+        parsed = parse_folder_name(place)
+        if parsed is None:
+            continue
+        stays = (streams / place).is_dir()
+        what = "the shard was begun, and nothing is left of it" + (
+            "" if stays else "; nor of the stream's folder: the stream may have been deleted"
+        )
+        finding = Finding(str(streams / place / f"{number:05d}"), 0, -1, what, is_damage=stays)
+        found.append(ShardVerdict(str(parsed[0]), parsed[1].hex(), number, findings=[finding]))
+    return found
 
 
 def _verify_all(

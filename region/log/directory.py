@@ -30,6 +30,7 @@ from felix.storage.held import HeldFiles
 from felix.storage.port import Files
 from felix.storage.small_file import load_checked, read_file, save_checked
 from region.log.ahead import AHEAD_NAMES
+from region.log.begun_shards import BegunShards, require_folder
 from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
 from region.log.compactor import WorkEndedError
@@ -163,6 +164,7 @@ class LogDirectory:
         try:
             # Shards that were closed in order, by the last stop or since.
             self._clean = take_clean_stop(self.files, data, self._lock.identity)
+            self._begun = BegunShards(self.files, data)
         except BaseException:
             # The next start may be in this process.
             self._lock.release()
@@ -262,15 +264,16 @@ class LogDirectory:
         folder = None
         synced = False
         pool: Executor = self.commit_pool
+        stream = folder_name(name, incarnation)
         if settings.durability.kind != "ephemeral":
             folder = self.shard_folder(name, incarnation, shard)
             clean_name = _clean_name(name, incarnation, shard)
             synced = clean_name in self._clean
             self._clean.discard(clean_name)
-            if not synced:
-                # New, or of a process that was killed: either way it waits for syncs, and no commit is to wait behind it.
-                pool = _Prepared(self.creation_pool, partial(self._make, folder))
-        return await ShardLog.open(
+            first = partial(self._prepare, folder, shard, was_begun=self._begun.has(stream, shard))
+            # New, or of a process that was killed: either way it waits for syncs, and no commit is to wait behind it.
+            pool = _Prepared(self.commit_pool if synced else self.creation_pool, first)
+        log = await ShardLog.open(
             folder,
             ShardIdentity(self._region, str(name), incarnation, shard),
             settings,
@@ -283,6 +286,15 @@ class LogDirectory:
             full_verify=full_verify,
             synced=synced,
         )
+        if folder is not None:
+            self._begun.add(stream, shard)
+        return log
+
+    def _prepare(self, folder: Path, shard: int, *, was_begun: bool) -> None:
+        """Raises CorruptionError where a shard that was begun is gone; OSError."""
+        if was_begun:
+            require_folder(self.files, folder, shard)
+        self._make(folder)
 
     def _make(self, folder: Path) -> None:
         """Create a shard's folder so that a crash does not undo it, unless it is complete already. Raises OSError."""
@@ -297,11 +309,13 @@ class LogDirectory:
             self._lasting.add(folder.parent)
 
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
-        """A shard's folder, whose name no crash takes back. Raises OSError."""
-        folder = self.shard_folder(name, incarnation, shard)
-        # Whoever asks opens the log by itself; that it was closed in order before says nothing of its next end.
+        """A shard's folder, whose name no crash takes back. Raises CorruptionError where the shard was begun and is gone, OSError."""
+        folder, stream = self.shard_folder(name, incarnation, shard), folder_name(name, incarnation)
+        prepare = partial(self._prepare, folder, shard, was_begun=self._begun.has(stream, shard))
+        await asyncio.get_running_loop().run_in_executor(self.creation_pool, prepare)
+        # Whoever asks opens the log by itself: that it was closed in order before says nothing of its next end, and that it was begun is told elsewhere.
         self._clean.discard(_clean_name(name, incarnation, shard))
-        await asyncio.get_running_loop().run_in_executor(self.creation_pool, self._make, folder)
+        self._begun.discard(stream, shard)
         return folder
 
     async def lead_shard(
@@ -373,6 +387,8 @@ class LogDirectory:
     async def delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None:
         """Delete the logs of a shard that this broker has no copy of any more, then the files `kept`; nobody has them open. Objects in stores
         stay: others have the shard."""
+        for folder in folders:
+            self._begun.discard(folder.parent.name, int(folder.name))
         await asyncio.get_running_loop().run_in_executor(self.commit_pool, self._delete_copy, folders, kept)
 
     def _delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None:
@@ -395,6 +411,7 @@ class LogDirectory:
         for key in [key for key in self._open if key[:2] == (name, incarnation)]:
             await self._open.pop(key).close()
         self._lasting.discard(self._data / folder_name(name, incarnation))
+        self._begun.discard_stream(folder_name(name, incarnation))
         await asyncio.get_running_loop().run_in_executor(self.commit_pool, self._delete, name, incarnation)
 
     def _delete(self, name: StreamName, incarnation: bytes) -> None:
@@ -482,6 +499,16 @@ class LogDirectory:
             return error
         return failure
 
+    async def remember_begun(self) -> None:
+        """Have it on the disk which shards were begun. Called from time to time; what keeps it from being written is tried again at the next call."""
+        if self._begun.is_saved:
+            return
+        loop, taken = asyncio.get_running_loop(), self._begun.taken()
+        try:
+            await loop.run_in_executor(self.maintenance_pool, self._begun.save, taken)
+        except OSError as error:
+            log.debug("which shards were begun could not be written: %s", error)
+
     async def close(self) -> None:
         """Close every shard, the threads and the lock."""
         self._ending.set()
@@ -499,6 +526,8 @@ class LogDirectory:
         for pool in (self._store.pool, self._fetch_pool, self._deletion_pool):
             pool.shutdown(cancel_futures=True)
         try:
+            if not self._begun.is_saved:
+                self._begun.save(self._begun.taken())
             save_clean_stop(self.files, self._data, self._lock.identity, self._clean)
         except OSError as error:
             # It is only a shortcut: the next start syncs what it keeps.

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from felix.errors import Code, FelixError
+from felix.errors import Code, CorruptionError, FelixError
 from felix.names import StreamName
 from felix.runtime.port import Clock
 from felix.told import Told
@@ -92,9 +92,10 @@ class StreamDisks:
         return list(self._full)
 
     def problems(self) -> list[str]:
-        """That the disk has failed, is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
+        """That the disk has failed, is full, or does not answer, and that logs on it are damaged, in one line each. Those that have copies say so themselves."""
         return [
             *self._failed(),
+            *self._refused(),
             *self._left_there(),
             *self._no_room(),
             *self._unopened(),
@@ -130,6 +131,21 @@ class StreamDisks:
                     "again before a restart. Restore what a backup has, or restart the broker to go on with what is there."
                 )
         return told
+
+    def _refused(self) -> list[str]:
+        found = [
+            (stream.text, number, why)
+            for stream in self._index
+            for number, each in stream.replicas.items()
+            if isinstance(why := why_stopped(each), CorruptionError) and number not in stream.unproved
+        ]
+        if not found:
+            return []
+        name, number, why = found[0]
+        shards, more = ("1 shard does", "") if len(found) == 1 else (f"{len(found)} shards do", ", …")
+        return [
+            f"{shards} not serve, and will not before the broker starts again with a log that is whole ({name} shard {number}{more}): {why}"
+        ]
 
     def _unanswered(self) -> list[str]:
         waiting = [

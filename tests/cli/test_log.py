@@ -1,6 +1,7 @@
 """`felix log` over what a broker wrote: structure, no contents, damage named; a whole region verified."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,20 @@ async def test_a_region_is_verified_down_to_its_records(
     assert damaged.exit_code == 5
     (finding,) = json.loads(damaged.stdout)["items"][0]["findings"]
     assert finding["file"] == str(segment) and finding["position"] <= len(data) // 2
+
+
+async def test_a_shard_whose_folder_is_gone_is_damage_and_a_stream_that_is_gone_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = await segment_of(tmp_path, monkeypatch)
+    for path, exits in ((segment.parent, 5), (segment.parent.parent, 0)):
+        shutil.rmtree(path)
+        answer = CliRunner().invoke(app, ["log", "verify", "--stream", "acme/ops/inspected", "--json"])
+        assert answer.exit_code == exits, answer.output
+        (verdict,) = json.loads(answer.stdout)["items"]
+        (finding,) = verdict["findings"]
+        assert finding["file"] == str(segment.parent) and finding["is_damage"] == (exits == 5)
+        assert "nothing is left of it" in finding["what"]
 
 
 async def test_a_running_broker_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

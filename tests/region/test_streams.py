@@ -20,7 +20,7 @@ from felix.names import StreamName
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.tasks import end_tasks
 from region.limits.budget import Budgets
-from region.log.directory import LogDirectory
+from region.log.directory import LogDirectory, shard_folder
 from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardLog
@@ -303,6 +303,30 @@ async def test_a_full_disk_is_a_problem_that_is_said_once(caplog: pytest.LogCapt
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 2, said
     assert said[0].startswith("The disk is full")
+    await streams.close()
+    await directory.close()
+
+
+async def test_a_log_that_is_damaged_or_gone_is_a_problem() -> None:
+    disk = MemoryDisk()
+    streams, directory = table(mounted(disk))
+    stream = await opened(streams, 3)
+    for number in range(3):
+        await stream.shard(number).append(batch_of(b"kept"))
+    folders = [shard_folder(DATA, NAME, bytes.fromhex("ab" * 16), number) for number in range(3)]
+    await streams.close()
+    await directory.close()
+    files = mounted(disk)
+    files.remove_folder(folders[1])
+    for name in files.names(folders[2]):
+        if name.endswith(".seg"):
+            files.remove(folders[2] / name)
+    streams, directory = table(files)
+    stream = await opened(streams, 3)
+    (problem,) = streams.disks.problems()
+    assert problem.startswith("2 shards do not serve, and will not before the broker starts again")
+    assert "is gone, or empty" in problem and "begin-anew" in problem
+    assert [shard.identity.shard for shard in stream.serving] == [0]
     await streams.close()
     await directory.close()
 
