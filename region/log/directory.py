@@ -388,7 +388,8 @@ class LogDirectory:
         """Delete the logs of a shard that this broker has no copy of any more, then the files `kept`; nobody has them open. Objects in stores
         stay: others have the shard."""
         for folder in folders:
-            self._begun.discard(folder.parent.name, int(folder.name))
+            if folder.name.isdecimal():
+                self._begun.discard(folder.parent.name, int(folder.name))
         await asyncio.get_running_loop().run_in_executor(self.commit_pool, self._delete_copy, folders, kept)
 
     def _delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None:

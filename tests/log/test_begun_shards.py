@@ -107,7 +107,7 @@ async def test_what_is_deleted_has_copies_or_is_in_memory_is_not_remembered(tmp_
     assert read_begun_shards(DiskFiles(), tmp_path) == {PLACE: {0, 1, 2}}
     # Whoever keeps copies has evidence of its own.
     folder = await directory.make_folder(NAME, INCARNATION, 2)
-    await directory.delete_copy([folder], [])
+    await directory.delete_copy([folder, folder.with_name(f"{folder.name}.damaged")], [])
     await directory.open_shard(NAME, bytes(16), 0, ShardSettings(durability=EPHEMERAL), ShardHooks())
     await directory.remember_begun()
     assert read_begun_shards(DiskFiles(), tmp_path) == {PLACE: {0, 1}}
