@@ -83,8 +83,8 @@ def sends(*parts: bytes, endless: bytes = b"", pause_s: float = 0.0) -> Answer:
 
 
 MANY = bytes(1 << 16)
-BOMB = gzip.compress(bytes(256 << 20), 9)
-"""256 MiB in 256 kB"""
+BOMB = gzip.compress(bytes(32 << 20), 9)
+"""32 MiB in 32 kB"""
 LONGER: dict[str, Answer] = {
     "no end": sends(plain(b""), endless=MANY),
     "a length of terabytes": sends(plain(b"", f"Content-Length: {1 << 42}"), endless=MANY),
