@@ -151,6 +151,8 @@ class Clustered:
         """The audit log, where brokers copy it."""
         self.receives: Callable[[StreamName], bool] = lambda name: False
         """Whether records of another region may arrive in a stream."""
+        self.disk_problems: Callable[[], list[str]] = list
+        """What is wrong with this broker's disks, of streams without copies."""
         self._planned_at, self._uneven_leaders = (-1, 0), list[str]()
         """of the last plan that was made for a remark: which leaders it was about, and for how long these had stood; and the remark"""
 
@@ -323,8 +325,12 @@ class Clustered:
     def own_troubles(self, to: str = "") -> list[str]:
         """What is wrong with the copies that this broker has, with its clock, and with its links. `to`: another broker that asks for it."""
         broker = self.member.broker
-        # Who asks this broker itself is told of its stores besides.
-        told = [f"Broker {broker}: {problem}" for problem in silence_problems()] if to else []
+        # Who asks this broker itself is told of its stores and disks besides.
+        told = (
+            [f"Broker {broker}: {problem}" for problem in (*silence_problems(), *self.disk_problems())]
+            if to
+            else []
+        )
         if self.replicas is not None:
             told += (
                 f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {broker}: {sentence}."

@@ -616,12 +616,18 @@ class Replicas:
         for kind in kinds:
             number = log_number(kind, shard.number)
             identity = ShardIdentity(self._region, stream.name, incarnation, number)
+            folder, gone = self._folders.shard_folder(name, incarnation, number), None
             try:
-                folder = await self._folders.make_folder(name, incarnation, number)
+                await self._folders.make_folder(name, incarnation, number)
+            except CorruptionError as error:
+                # Whoever opens it says so, and whether others have it.
+                gone = error
             except OSError as error:
                 raise storage_error(error, Path(stream.name)) from error
             limits = self._settings(stream.config).segments if kind == RECORDS else SegmentLimits()
-            plans.append(LogPlan(kind, folder, identity, limits, kept_in=self._folders.copies, led=led))
+            plans.append(
+                LogPlan(kind, folder, identity, limits, kept_in=self._folders.copies, led=led, gone=gone)
+            )
         return ShardPlan(
             shard,
             tuple(plans),

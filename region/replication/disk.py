@@ -91,6 +91,8 @@ class LogPlan:
     """the folder where the commit points of copies are kept; None: beside the log's folder"""
     led: tuple[int, str] = (0, "")
     """the epoch, and its election, that this broker was last elected for: it may have led it before the log could have copies"""
+    gone: CorruptionError | None = None
+    """why there is nothing to open: the log was begun before it could have copies, and its folder is not there any more"""
 
     @property
     def kept_file(self) -> Path:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from felix.errors import CorruptionError, FelixError, UnavailableError
@@ -103,7 +104,9 @@ class CopyOpener:
         try:
             for each in plan.logs:
                 try:
-                    disks[each.number] = open_log(each)
+                    if each.gone is not None and not anew:
+                        raise each.gone
+                    disks[each.number] = open_log(replace(each, gone=None))
                 except CorruptionError as error:
                     if not anew:
                         raise

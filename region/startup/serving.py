@@ -102,6 +102,7 @@ async def open_serving(ground: Ground, metadata: Metadata, evidence: Evidence) -
         streams_clock=None if config.cluster is None else ground.streams_clock,
     )
     if clustered is not None and peers is not None:
+        clustered.disk_problems = streams.disks.problems
         clustered.tell_others(broker.bridges)
         view = clustered.member.mirror.view
         exchange = QuotaExchange(broker, peers.requests, lambda: view.alive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from cli import stream as stream_commands
 from felix.settings import Durability
 from region.cluster.records import ShardId, ShardRecord
 from region.copies.replicas import is_kept_elsewhere
+from region.folder import STREAMS
+from region.log.directory import shard_folder
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -90,6 +93,43 @@ async def test_more_copies_and_one_again(region: ClusteredRegion) -> None:
             await client.stream(STREAM).publish(b"%d" % number, key=b"%d" % number)
         found = await payloads(client, STREAM, 30)
         assert sorted(found) == sorted(b"%d" % number for number in range(30))
+
+
+async def test_the_only_copy_whose_folder_went_is_told_of_and_no_empty_one_takes_its_place(
+    region: ClusteredRegion, tmp_path: Path
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=1)
+        await client.stream(STREAM).publish_many([b"%d" % number for number in range(10)])
+        leader = records_of(region)[0].leader
+    other = next(name for name in NAMES if name != leader)
+    stream = region.nodes[leader].broker.streams.get(felix.StreamName.parse(STREAM))
+    assert stream is not None
+    data = Path(region.config.of_broker(leader).data)
+    folder = shard_folder(
+        region.folder.root / data / STREAMS, stream.name, bytes.fromhex(stream.record.incarnation), 0
+    )
+    await region.stop(leader)
+    shutil.move(folder, tmp_path / "lost+found")
+    await region.start(leader)
+    async with region.client(other) as client:
+
+        async def told(*words: str) -> None:
+            async with asyncio.timeout(60):
+                while not any(  # noqa: ASYNC110 - each asks anew
+                    all(word in problem for word in words) for problem in (await client.describe()).alarms
+                ):
+                    await asyncio.sleep(0.1)
+
+        await told(f"Broker {leader}: 1 shard does not serve", "is gone, or empty")
+        await client.alter_stream(STREAM, replicas=3)
+        await told(f"Nobody leads {STREAM} shard 0", f"{leader} cannot open its copy", "is gone, or empty")
+        assert not folder.exists()
+        await region.stop(leader)
+        shutil.move(tmp_path / "lost+found", folder)
+        await region.start(leader)
+        await until_all(region, lambda record: len(record.isr) == 3)
+        assert await payloads(client, STREAM, 10) == [b"%d" % number for number in range(10)]
 
 
 async def test_views_go_along_with_the_only_copy_of_several_shards(region: ClusteredRegion) -> None:
