@@ -709,11 +709,11 @@ class EmbeddedStore(LocalStore):
         while True:
             await asyncio.sleep(max(0, reopening.due_ms - self.clock.boot_ms()) / 1_000)
             try:
-                revision, leases = await self._loop.run_in_executor(self._worker, self._open_again)
+                doubt, revision, leases = await self._loop.run_in_executor(self._worker, self._open_again)
             except CorruptionError as error:
                 self._failure, self._is_over = error.sentence, True
                 log.error("%s", self._stopped())
-                self._settle(None)
+                self._settle(self._doubt, None)
                 return
             except (sqlite3.Error, OSError, FelixError) as error:
                 reopening.failed(self.clock.boot_ms())
@@ -726,20 +726,21 @@ class EmbeddedStore(LocalStore):
         reopening.opened(self.clock.boot_ms())
         self._opened_again += 1
         log.warning("the metadata store %s is open again, and goes on", self.where)
-        self._settle(revision)
+        self._settle(doubt, revision)
         self._take_leases(leases)
         # Who watches has not seen what was in doubt, and may have been refused.
         self._signal()
 
-    def _settle(self, revision: int | None) -> None:
-        """Tell who made the change in doubt; `revision`: what was found."""
-        doubt, self._doubt = self._doubt, None
+    def _settle(self, doubt: _Doubt | None, revision: int | None) -> None:
+        """Tell who made the change in doubt; `revision`: what was found. Another one may be in doubt by now, and stays so."""
         if doubt is not None:
+            if self._doubt is doubt:
+                self._doubt = None
             doubt.happened = None if revision is None else revision == doubt.revision
             doubt.settled.set()
 
-    def _open_again(self) -> tuple[int, list[tuple[int, int]]]:
-        """In the worker; the revision and the leases that the file has, before anything that waits for the worker changes them. Raises CorruptionError where it is damaged, or has less than was acknowledged; else it can be tried
+    def _open_again(self) -> tuple[_Doubt | None, int, list[tuple[int, int]]]:
+        """In the worker; what was in doubt, and the revision and the leases that the file has, before anything that waits for the worker changes them, or fails. Raises CorruptionError where it is damaged, or has less than was acknowledged; else it can be tried
         again."""
         assert self._database is not None
         self._require_there()
@@ -760,9 +761,9 @@ class EmbeddedStore(LocalStore):
                     raise
                 raise CorruptionError(f"it is damaged: {again}.") from again
         leases = database.leases()
-        revision = database.revision
+        doubt, revision = self._doubt, database.revision
         self._database, self._failure = database, ""
-        return revision, leases
+        return doubt, revision, leases
 
     def _open_checked(self) -> _Database:
         assert self._database is not None
@@ -869,6 +870,6 @@ class EmbeddedStore(LocalStore):
                 self._lock_descriptor = -1
 
         await cancel_and_wait(self._reopener)
-        self._settle(None)
+        self._settle(self._doubt, None)
         await asyncio.get_running_loop().run_in_executor(self._worker, stop)
         self._worker.shutdown(wait=False)

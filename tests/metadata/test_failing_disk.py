@@ -224,6 +224,50 @@ async def test_who_made_a_change_whose_commit_failed_hears_whether_it_happened(
         assert entry is not None and entry.value == (b"3" if is_there else b"1")
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_two_changes_whose_commits_fail_one_after_the_other_are_not_taken_for_each_other(
+    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """The second one waited for the worker, and fails before the loop hears that the file was opened again for the first."""
+    second: list[embedded._Doubt] = []
+
+    class Failing(sqlite3.Connection):
+        told = False
+
+        def execute(self, statement: str, *rest: Any) -> sqlite3.Cursor:
+            if statement == "COMMIT" and Failing.told:
+                Failing.told = False
+                super().execute("COMMIT" if is_there else "ROLLBACK")
+                raise error(sqlite3.SQLITE_IOERR, "disk I/O error")
+            return super().execute(statement, *rest)
+
+    def open_again(store: EmbeddedStore, *, original: Any = EmbeddedStore._open_again) -> Any:
+        found = original(store)
+        if not second:
+            Failing.told = True
+            with pytest.raises(embedded._DoubtError) as failed:
+                store._work(lambda database: database.transact([], [Put("/b", b"")]))
+            second.append(failed.value.doubt)
+        return found
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **named, factory=Failing))
+    monkeypatch.setattr(EmbeddedStore, "_open_again", open_again)
+    async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
+        await store.transact([], [Put("/a", b"1")])
+        Failing.told = True
+        if is_there:
+            assert (await store.transact([], [Put("/a", b"2")])).revision == 3
+        else:
+            with pytest.raises(UnavailableError, match="it was not made"):
+                await store.transact([], [Put("/a", b"2")])
+        async with asyncio.timeout(WAIT_S):
+            await second[0].settled.wait()
+        assert second[0].happened == is_there
+        await until(lambda: store.opened_again == 2)
+        assert (await store.get("/b") is not None) == is_there
+
+
 async def test_a_lease_that_is_given_back_while_the_disk_fails_is_swept_afterwards(
     tmp_path: Path, soon: None
 ) -> None:
