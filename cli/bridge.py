@@ -417,7 +417,7 @@ def deny(
     out.print(run(put_document(config.region, "deny", document)))
 
 
-def _stand(action: StandingAction, grant: str, reason: str, region: str) -> None:
+def _stand(action: StandingAction, grant: str, reason: str, region: str, *, ask: bool = False) -> None:
     folder, config = folder_of(region)
     view = run(fetch_book(config.region, folder)).get(grant, now_ms())
     if view.state is GrantState.REVOKED:
@@ -434,7 +434,22 @@ def _stand(action: StandingAction, grant: str, reason: str, region: str) -> None
             f"{view.grant} is {view.state.value}, and not paused by {config.region}{paused}.",
             code=Code.CONFLICT,
         )
+    if ask:
+        note(_in_words(view))
+        typer.confirm(f"Revoke {view.grant} for good?", abort=True, err=True)
     out.print(stand(folder, config, view.grant, action, reason))
+
+
+def _in_words(view: GrantView) -> str:
+    """What a grant is about, for who is to say something of it."""
+    if view.export is None:
+        stream = f", into {view.accepted.stream}" if view.accepted else ""
+        return f"{view.grant}: {view.state.value}{stream}; its terms are not here"
+    terms = view.export.terms
+    return (
+        f"{view.grant}: {view.state.value}, {terms.stream} from {terms.from_region} to {terms.to_region} until {iso(terms.expires)}, "
+        f"{terms.basis.value}, {spelled_out(terms.purpose)}"
+    )
 
 
 @app.command()
@@ -447,9 +462,7 @@ def revoke(
     region: RegionOption = "",
 ) -> None:
     """End a grant for good; what crosses under it stops within seconds."""
-    if not yes and sys.stdin.isatty():
-        typer.confirm(f"Revoke {grant} for good?", abort=True, err=True)
-    _stand(StandingAction.REVOKE, grant, reason, region)
+    _stand(StandingAction.REVOKE, grant, reason, region, ask=not yes and sys.stdin.isatty())
 
 
 @app.command()

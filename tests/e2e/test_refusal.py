@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,8 +23,11 @@ from e2e.command_mesh import (
     DESTINATION,
     MESH,
     POLICIES,
+    ROOT,
     SOURCE,
     CommandMesh,
+    command,
+    environment,
     felix_command,
     until,
 )
@@ -280,8 +287,33 @@ def test_who_grants_the_same_again_is_told_of_the_offer_that_nobody_has_accepted
     assert f"with these terms {grant} is offered already and waits for {DESTINATION} to accept" in said
     assert f"felix bridge revoke {grant}" in said
     mesh.accept(mesh.grant_file(stream))
+    asked = at_a_terminal(mesh, "bridge", "revoke", grant, "--region", SOURCE)
+    assert f"{grant}: " in asked and f"{stream} from {SOURCE} to {DESTINATION} until" in asked
+    assert "scc, analytics" in asked and "for good?" in asked
     mesh.felix("bridge", "revoke", grant, "--reason", "offered twice", "--region", SOURCE)
     assert "already" not in allow(), "one is accepted, and the other one was taken back"
+
+
+def at_a_terminal(mesh: CommandMesh, *words: str) -> str:
+    """What a person reads who is asked, and says no."""
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            command(*words), stdin=theirs, stdout=theirs, stderr=theirs,
+            env=environment(mesh.home, TERM="xterm", COLUMNS="400"), cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        while b"[y/N]" not in seen:
+            seen += os.read(ours, 1 << 16)
+        os.write(ours, b"n\n")
+        with suppress(OSError):  # a terminal that nobody has open any more
+            while os.read(ours, 1 << 16):
+                pass
+        assert process.wait(timeout=120) == 1
+    finally:
+        os.close(ours)
+    return seen.decode()
 
 
 def test_a_forged_grant_is_refused_wherever_it_is_brought(mesh: CommandMesh, tmp_path: Path) -> None:
