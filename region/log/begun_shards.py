@@ -20,6 +20,7 @@ import msgspec
 from felix.errors import CorruptionError
 from felix.storage.port import Files
 from felix.storage.small_file import load_checked, save_checked
+from region.log.companions import RECORDS, JournalKind, kind_of, shard_of
 
 BEGUN_SHARDS_NAME: Final = "begun-shards"
 BEGIN_ANEW_NAME: Final = "begin-anew"
@@ -103,14 +104,20 @@ class BegunShards:
         self._saved = changes
 
 
-def require_folder(files: Files, folder: Path, shard: int) -> None:
-    """Of a shard that was begun. Blocks. Raises CorruptionError where nothing is left of it, unless a person said that it is to begin anew; OSError."""
+def require_folder(files: Files, folder: Path, number: int) -> None:
+    """Of a log that was begun. Blocks. Raises CorruptionError where nothing is left of it, unless a person said that it is to begin anew; OSError."""
     names = _names(files, folder)
     if not names:
+        shard, kind = shard_of(number), kind_of(number)
+        what, then = f"shard {shard}", "the shard begins anew at offset 0"
+        if kind != RECORDS:
+            of = JournalKind(kind).name.lower() if kind in set(JournalKind) else str(kind)
+            what = f"the journal of shard {shard} ({of})"
+            then = "it begins anew, and jobs that were done, or records that were acknowledged, are given out again"
         raise CorruptionError(
-            f"{folder} is gone, or empty, and shard {shard} had its log there: somebody removed it, or its disk lost it.",
+            f"{folder} is gone, or empty, and {what} was there: somebody removed it, or its disk lost it.",
             hint="Put it back from where it went, as from `lost+found`, or from a backup, or run `felix log restore` where its segments are in a store. "
-            f"If what it had is lost for good, put an empty file `{BEGIN_ANEW_NAME}` into that folder: at the broker's next start the shard begins anew at offset 0.",
+            f"If what it had is lost for good, put an empty file `{BEGIN_ANEW_NAME}` into that folder: at the broker's next start {then}.",
         )
     if BEGIN_ANEW_NAME in names and len(names) > 1:
         # It has begun, and the word was for that once.

@@ -136,15 +136,15 @@ class StreamDisks:
         found = [
             (stream.text, number, why)
             for stream in self._index
-            for number, each in stream.replicas.items()
+            for number, each in (*stream.replicas.items(), *stream.refused.items())
             if isinstance(why := why_stopped(each), CorruptionError) and number not in stream.unproved
         ]
         if not found:
             return []
         name, number, why = found[0]
-        shards, more = ("1 shard does", "") if len(found) == 1 else (f"{len(found)} shards do", ", …")
+        logs, more = ("1 log does", "") if len(found) == 1 else (f"{len(found)} logs do", ", …")
         return [
-            f"{shards} not serve, and will not before the broker starts again with a log that is whole ({name} shard {number}{more}): {why}"
+            f"{logs} not serve, damaged or gone ({name} shard {shard_of(number)}{more}), and what is put back counts once the broker starts again: {why}"
         ]
 
     def _unanswered(self) -> list[str]:

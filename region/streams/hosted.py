@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.messages import ShardState, StreamState, StreamTraffic
 from felix.names import StreamName
 from felix.settings import Views
@@ -132,6 +132,7 @@ class HostedStream:
         "left",
         "name",
         "record",
+        "refused",
         "removed",
         "replicas",
         "ring_taken",
@@ -182,6 +183,8 @@ class HostedStream:
         """The log that is being opened to see whether it can be; -1: none."""
         self.companions: list[int] = []
         """Numbers of the companion logs that are open (StreamTable.open_companion)."""
+        self.refused: dict[int, CorruptionError] = {}
+        """Companion logs that could not be opened when they were asked for last, since they are damaged or gone."""
         self.closing: list[Callable[[], Awaitable[None]]] = []
         """Called before the shards are closed, newest first: what the views of this incarnation must put in order."""
         self.views: list[Altering] = []

@@ -19,7 +19,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from felix.bounded import BoundedMap
-from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
@@ -528,9 +528,12 @@ class StreamTable:
             )
         stream.ring_taken += SHARD_BYTES
         stream.companions.append(number)
+        stream.refused.pop(number, None)
         try:
             companion = await self._open_companion(stream, number)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, CorruptionError):
+                stream.refused[number] = error
             await self.close_companion(stream, number)
             raise
         if number not in stream.companions:

@@ -121,7 +121,7 @@ async def test_the_only_copy_whose_folder_went_is_told_of_and_no_empty_one_takes
                 ):
                     await asyncio.sleep(0.1)
 
-        await told(f"Broker {leader}: 1 shard does not serve", "is gone, or empty")
+        await told(f"Broker {leader}: 1 log does not serve", "is gone, or empty")
         await client.alter_stream(STREAM, replicas=3)
         await told(f"Nobody leads {STREAM} shard 0", f"{leader} cannot open its copy", "is gone, or empty")
         assert not folder.exists()

@@ -4,6 +4,7 @@ opened."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -15,11 +16,13 @@ import pytest
 from log.building import batch_of
 
 from felix.batch import Batch
-from felix.errors import Code, FelixError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.names import StreamName
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.tasks import end_tasks
 from region.limits.budget import Budgets
+from region.log.begun_shards import BEGIN_ANEW_NAME
+from region.log.companions import JournalKind
 from region.log.directory import LogDirectory, shard_folder
 from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
@@ -324,9 +327,32 @@ async def test_a_log_that_is_damaged_or_gone_is_a_problem() -> None:
     streams, directory = table(files)
     stream = await opened(streams, 3)
     (problem,) = streams.disks.problems()
-    assert problem.startswith("2 shards do not serve, and will not before the broker starts again")
+    assert problem.startswith("2 logs do not serve, damaged or gone (acme/payments/orders shard 1, …)")
     assert "is gone, or empty" in problem and "begin-anew" in problem
     assert [shard.identity.shard for shard in stream.serving] == [0]
+    # A journal beside a shard is opened once a view is asked for.
+    number = JournalKind.QUEUE.number(0)
+    assert await streams.open_companion(stream, number) is not None
+    await streams.close()
+    await directory.close()
+    files = mounted(disk)
+    for gone in (*folders[1:], shard_folder(DATA, NAME, bytes.fromhex("ab" * 16), number)):
+        if files.exists(gone):
+            files.remove_folder(gone)
+    streams, directory = table(files)
+    stream = await opened(streams, 1)
+    assert not streams.disks.problems()
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=r"the journal of shard 0 \(queue\) was there") as refused:
+            await streams.open_companion(stream, number)
+        assert "jobs that were done" in refused.value.hint
+        (problem,) = streams.disks.problems()
+        assert problem.startswith("1 log does not serve, damaged or gone") and "(queue)" in problem
+    assert not stream.companions
+    files.make_folder(folder := shard_folder(DATA, NAME, bytes.fromhex("ab" * 16), number))
+    files.close(files.open(folder / BEGIN_ANEW_NAME, os.O_CREAT | os.O_RDWR))
+    assert await streams.open_companion(stream, number) is not None
+    assert not streams.disks.problems()
     await streams.close()
     await directory.close()
 
