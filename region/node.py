@@ -208,6 +208,7 @@ class Node:
                 snapshot_told.ends()
 
         async def retain() -> None:
+            await parts.directory.remember_begun()
             self.subscriptions.hold_all()
             await streams.maintenance.sweep(await parts.retention_clock.now_ms())
 

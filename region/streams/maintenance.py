@@ -63,7 +63,6 @@ class StreamMaintenance:
                     await shard.sweep(now_ms)
                 except FelixError as error:
                     log.error("retention of %s: %s", stream.name, error)
-        await self._directory.remember_begun()
 
     async def compact(self, now_ms: int) -> None:
         """Compact the shards that are due, one after the other."""

@@ -183,7 +183,7 @@ TWINS: Final = (
     ),
     Twin(
         "an INTENT is durable before its envelope is sent",
-        35,
+        12,
         FallingAgentWorld,
         patched(Trail, "append_nowait", tell_first("/bridge/")),
     ),
