@@ -319,8 +319,11 @@ class Maintenance:
             return await self._perform_for_all(what, now_ms)
 
         pointer, deleted = self._in_record(copies), 0
-        if self._change is not None and self._change.pointer == pointer:
-            deleted = await self._in_force(self._change, now_ms)
+        if (in_doubt := self._change) is not None and pointer in (in_doubt.old, in_doubt.pointer):
+            # The record may lag behind: what it was asked for is settled before anything that it names may be written again.
+            if pointer == in_doubt.old:
+                await self._move_pointer(in_doubt, copies, now_ms)
+            pointer, deleted = in_doubt.pointer, await self._in_force(in_doubt, now_ms)
         if self._listed is None or pointer != self._pointer:  # 1
             self._listed = None
             try:
@@ -404,14 +407,17 @@ class Maintenance:
         self._listed = None
         pointer = await self._perform_for_all(lambda: copies.lists.write(new, place, epoch), now_ms)
         change = self._change = _ListChange(before, old, new, pointer)
+        await self._move_pointer(change, copies, now_ms)
+        return await self._in_force(change, now_ms)
+
+    async def _move_pointer(self, change: _ListChange, copies: Copies, now_ms: int) -> None:
         try:
-            await copies.point_to(pointer)
+            await copies.point_to(change.pointer)
         except FelixError:
-            # The pointer may have been moved all the same, which the record says later. If it was not, this list is there for nothing.
+            # The pointer may have been moved all the same, now or later. The next turn asks for the same again, which only one of the two can do.
             self._orphans_due_ms = now_ms
             self.offload_later(now_ms)
             raise
-        return await self._in_force(change, now_ms)
 
     async def _in_force(self, change: _ListChange, now_ms: int) -> int:
         """Step 5, once the pointer was moved: how many segments were deleted in the store. One that deletes nothing holds up no upload."""

@@ -10,7 +10,7 @@ One turn of the leader (region.log.maintenance), in this order, each step true b
 
 Invariants:
 - nothing is deleted in the store before a list without it is in force, and nothing of a later epoch is deleted at all;
-- an object that the list in force names is not written again;
+- an object that the list in force names, or one that may be in force, is not written again;
 - what an upload leaves behind that comes to nothing is named by its epoch, and a later turn finds it.
 """
 

@@ -70,6 +70,45 @@ class Record:
         self.pointer: ListPointer | None = None
         self.told: Callable[[], None] = lambda: None
 
+    @property
+    def heard(self) -> ListPointer | None:
+        """What of it the leader knows."""
+        return self.pointer
+
+    def change(self, pointer: ListPointer) -> None:
+        self.pointer = pointer
+
+
+class LateRecord(Record):
+    """One of which the leader knows what it heard last. While it `is_away` nobody answers, and nothing is heard: what it was asked for before
+    that it does once, where it `does`."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.known: ListPointer | None = None
+        self.asked: ListPointer | None = None
+        self.does, self.is_away = does, False
+
+    @property
+    def heard(self) -> ListPointer | None:
+        return self.known
+
+    def change(self, pointer: ListPointer) -> None:
+        if self.is_away:
+            if self.does == "at once":
+                self.pointer = pointer
+            self.asked = self.asked or pointer
+            raise UnavailableError("Nobody answers.")
+        if self.pointer != self.known:
+            self.known = self.pointer
+            raise UnavailableError("The record was changed meanwhile.")
+        self.known = self.pointer = pointer
+
+    def come_back(self) -> None:
+        self.is_away = False
+        if self.does == "late":
+            self.pointer = self.asked
+
 
 class Led:
     """Copies of which none but this one counts, in one epoch (`region.log.copies.Copies`)."""
@@ -106,13 +145,13 @@ class Led:
 
     @property
     def offloaded(self) -> ListPointer | None:
-        return self.record.pointer
+        return self.record.heard
 
     async def point_to(self, pointer: ListPointer) -> None:
         self.record.told()
         if self.record.epoch != self.epoch:
             raise UnavailableError("Another leader was elected.", code=Code.NOT_LEADER)
-        self.record.pointer = pointer
+        self.record.change(pointer)
         self.record.told()
 
     @property
@@ -823,3 +862,41 @@ async def test_what_is_in_force_is_not_written_over(
                 await shard.offload(turn * maintenance.ORPHANS_AGAIN_MS, place)
     assert put and sorted(put) == sorted(set(put))
     assert all(one.remote is not None for one in log.segments[:-1])
+
+
+@pytest.mark.parametrize("does", ["at once", "late", "nothing"])
+async def test_what_may_be_in_force_is_not_written_over(
+    does: str, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader neither gets an answer nor hears that its list is in force. Copies that heard of it may have let their files go by then."""
+    record, log = LateRecord(does), filled(tmp_path / "a")
+    put, put_file, put_bytes = list[str](), store.put_file, store.put_bytes
+
+    def put_segment(files: Files, source: Path, url: str, pace: store.Pace) -> store.Digest:
+        put.append(url)
+        return put_file(files, source, url, pace)
+
+    def put_small(data: bytes, url: str) -> None:
+        put.append(url)
+        put_bytes(data, url)
+
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+        grown(log, 80)
+    monkeypatch.setattr(store, "put_file", put_segment)
+    monkeypatch.setattr(store, "put_bytes", put_small)
+    async with leading(log, record, place) as shard:
+        now_ms = 0
+        for is_away in (False, True, True, True, False, False, False):
+            if record.is_away and not is_away:
+                record.come_back()
+            record.is_away = is_away
+            with suppress(UnavailableError):
+                await shard.offload(now_ms, place)
+            now_ms += maintenance.OFFLOAD_AGAIN_MS_MAX
+            if record.pointer is not None:
+                for one in LISTS.read(record.pointer).segments:
+                    check_object(one)
+        await shard.offload(now_ms + maintenance.ORPHANS_AGAIN_MS, place)
+    assert put and sorted(put) == sorted(set(put))
+    check_store(record, log, place)
