@@ -132,6 +132,20 @@ VERSION_1_UNSUPPORTED: Final = (
 """What leaves of version 1 do not show, whoever reads them."""
 
 
+class Elsewhere(NamedTuple):
+    """A region says itself that it is in another country than a policy says."""
+
+    region: str
+    said: str
+    by_itself: str
+    where: str
+    """bundle or policy"""
+
+    def sentence(self, policy: str) -> str:
+        """`policy`: which one it is, after "the policy"."""
+        return f"{self.region} is in {self.said} by the policy {policy}, and in {self.by_itself} by {self.region}'s own {self.where}"
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What two regions signed about one grant, verified. Times in ms since the Unix epoch."""
@@ -180,8 +194,8 @@ class Agreement:
                 return entry.country, entry.jurisdiction
         return "", ""
 
-    def placed_otherwise(self, trust: Trust) -> tuple[str, ...]:
-        """A sentence for each of the two regions that says itself that it is in another country than the policy which counts here: in its bundle, as people compared that, or
+    def elsewhere(self, trust: Trust) -> tuple[Elsewhere, ...]:
+        """Which of the two regions says itself that it is in another country than the policy which counts here: in its bundle, as people compared that, or
         where none is trusted in its own policy. Who signs that policy says where the other region is, and lets records cross by that."""
         found = []
         for region, policy in (
@@ -192,9 +206,8 @@ class Agreement:
             own = None if policy is None else policy.file.regions.get(region)
             by_itself = trusted.country if trusted is not None else own.country if own is not None else ""
             if said and by_itself and said != by_itself:
-                whose = "bundle" if trusted is not None else "policy"
                 found.append(
-                    f"{region} is in {said} by the policy under which records crossed, and in {by_itself} by {region}'s own {whose}"
+                    Elsewhere(region, said, by_itself, "bundle" if trusted is not None else "policy")
                 )
         return tuple(found)
 
@@ -281,6 +294,8 @@ class _Held:
     """of policies about a stream, by the policy's hash and whether it is in force"""
     approved_from: dict[tuple[bytes, str, ApprovalRule], int] = field(default_factory=dict)
     """from when on (ms) a policy's rule has its approvals, by the policy's hash and who accepted the grant"""
+    placed: dict[tuple[int, int, bytes, int], tuple[str, ...]] = field(default_factory=dict)
+    """where regions are otherwise, by the leaves of two halves, the policy that lets a crossing stand, and how many policies had been taken"""
     agreed: Agreement | None = None
     """the newest that was complete before a half was signed again"""
 
@@ -391,8 +406,11 @@ class Agreements:
         """`keys`: of the log; None: no former key counts in it."""
         self._origin = origin
         self._in_log = KeysInLog(trust, origin.text) if keys is None else keys
-        self._anchors = trust.anchors
+        self._trust, self._anchors = trust, trust.anchors
         self._grants: dict[str, _Held] = {}
+        self._judged: tuple[Header, bool] | None = None
+        """the crossing that was judged last and may stand, and whether it does by halves that were replaced"""
+        self._policies_taken = 0
         self._begun: Counter[str] = Counter()
         """grants by the region whose document came first"""
         self._policies: dict[str, dict[bytes, _Policy]] = {}
@@ -421,6 +439,7 @@ class Agreements:
         header, self.late_ms = leaf.header, 0
         if header.kind not in DOCUMENT_KINDS:
             return []
+        self._judged = None
         if leaf.version == 1:
             return []
         self._times.take(index, header.time_ms)
@@ -538,6 +557,7 @@ class Agreements:
         differing = _differences(header, said)
         if not differing:
             held, era = self._policies.setdefault(policy.region, {}), self._in_log.era(document)
+            self._policies_taken += 1
             known = held.setdefault(
                 policy.hash, _Policy(policy, index, header.time_ms, era, header.document_sha256)
             )
@@ -725,10 +745,11 @@ class Agreements:
         except FelixError as error:
             return [f"{what}: {error.sentence}"]
         attempt = Attempt(stream, header.source_region, header.destination_region, bridge, header.path)
-        problem = self._refusal(held, self._book(held), attempt, header)
+        problem, is_older = self._refusal(held, self._book(held), attempt, header), False
         if problem and (older := self._older_book(held, stream, header)) is not None:
             # It was on its way when a half was signed again, or may not stand under the one before either.
-            problem = self._refusal(held, older, attempt, header)
+            problem, is_older = self._refusal(held, older, attempt, header), True
+        self._judged = None if problem else (header, is_older)
         return [f"{what}: {problem}"] if problem else []
 
     def outlawed(self, header: Header) -> str:
@@ -822,6 +843,43 @@ class Agreements:
         more = [leaf for _, leaf in sorted(rest)[: max(0, approvals_max - len(chosen))]]
         return sorted({export.paper.leaf, accepted.paper.leaf, policy.leaf, named.leaf, *chosen, *more})
 
+    def placed_otherwise(self, header: Header) -> tuple[str, ...]:
+        """Of this crossing, about which `judge` finds nothing: a sentence for each region that says itself that it is in another country than the own side's policy by
+        which this crosses, and for each that does than the one which its half names, where that is another: by that the register names countries."""
+        held, stream = self._grants[header.grant_id], StreamName.parse(header.stream)
+        export, accepted = self._halves_of(held, stream, header)
+        lets = self._policy_that_lets(held, export.body, accepted.body, stream, header).policy
+        key = (export.paper.leaf, accepted.paper.leaf, lets.hash, self._policies_taken)
+        found = held.placed.get(key)
+        if found is None:
+            if len(held.placed) >= DECISIONS_MAX:
+                held.placed.clear()
+            found = held.placed[key] = self._placed(header, export.body, accepted.body, lets)
+        return found
+
+    def _placed(
+        self, header: Header, export: ExportGrant, accepted: ImportGrant, lets: ResidencyPolicy
+    ) -> tuple[str, ...]:
+        made = Agreement(
+            header.grant_id, export, accepted, (),
+            self._policy_for(header.source_region, export), self._policy_for(header.destination_region, accepted),
+            (), (),
+        )  # fmt: skip
+        by = (
+            replace(made, source_policy=lets)
+            if self._own(header) == header.source_region
+            else replace(made, destination_policy=lets)
+        )
+        crossed = by.elsewhere(self._trust)
+        return (
+            *(each.sentence("under which records crossed") for each in crossed),
+            *(
+                each.sentence("that the grant was made under")
+                for each in made.elsewhere(self._trust)
+                if each not in crossed
+            ),
+        )
+
     def lets(self, header: Header) -> ResidencyPolicy:
         """The own side's policy that lets this crossing, about which `judge` finds nothing, stand here: of several the one that its half
         names before the newest."""
@@ -835,9 +893,16 @@ class Agreements:
         """The two halves under which a crossing stands: the newest, or where it does not stand under these, those before."""
         assert held.export is not None
         (accepted,) = held.accepted.values()
-        bridge = SpiffeId.parse(header.bridge)
-        attempt = Attempt(stream, header.source_region, header.destination_region, bridge, header.path)
-        if self._refusal(held, self._book(held), attempt, header) and self._older_book(held, stream, header):
+        if self._judged is not None and self._judged[0] is header:
+            is_older = self._judged[1]
+        else:
+            bridge = SpiffeId.parse(header.bridge)
+            attempt = Attempt(stream, header.source_region, header.destination_region, bridge, header.path)
+            is_older = (
+                bool(self._refusal(held, self._book(held), attempt, header))
+                and self._older_book(held, stream, header) is not None
+            )
+        if is_older:
             assert held.older is not None
             return held.older[:2]
         return held.export.newest, accepted.newest

@@ -685,7 +685,7 @@ def _approved(
         found.accepted_by,
         found.place(terms.from_region)[0],
         found.place(terms.to_region)[0],
-        found.placed_otherwise(trust),
+        agreements.placed_otherwise(intent.header),
         found.export.policy_revision,
         agreements.lets(intent.header).revision,
     )

@@ -65,6 +65,8 @@ PARTIAL_BUNDLES_READ: Final = 4
 once a wider one is there."""
 NOTICES_MAX: Final = 1_000
 """Times that run back, told one by one, the farthest."""
+ELSEWHERE_MAX: Final = 8
+"""Things told of one grant about countries: whoever signs a policy may name another one in each."""
 TIME_BACK_MS: Final = 60_000
 """Leaves are made by several writers and take their times before they are appended, a revocation's as long before as what was on its way
 takes. A leaf whose time is more than this before the latest one so far tells of a clock that was set back, or of a time that was made up."""
@@ -309,8 +311,10 @@ class _Run:
         self._dated_late = Largest[Notice](NOTICES_MAX)
         self._outlawed: dict[str, _Outlawed] = {}
         """by grant"""
-        self._crossed: dict[str, _Crossed] = {}
-        """by grant; no more than may have documents"""
+        self._elsewhere: dict[str, dict[str, _Crossed]] = {}
+        """by grant, no more than may have documents, and by what is to be told, ELSEWHERE_MAX of it"""
+        self._elsewhere_left_off: set[str] = set()
+        """grants of which there is more"""
         self._uncosigned_from: int | None = None
         """the first leaf behind what is cosigned as required; None: nothing is, or nothing has to be"""
         self._uncosigned_crossings = self._uncosigned_records = 0
@@ -398,15 +402,18 @@ class _Run:
         for grant, found in self._outlawed.items():
             outlawed.add(found.records, _outlawed(grant, found))
         elsewhere = Largest[Notice](NOTICES_MAX)
-        for grant, crossed in self._crossed.items():
-            for sentence in self._placed_otherwise(grant, crossed.leaf):
-                elsewhere.add(
-                    crossed.records, Notice(crossed.leaf, PLACED_OTHERWISE, sentence, crossed.records)
-                )
+        for grant, sentences in self._elsewhere.items():
+            for sentence, crossed in sentences.items():
+                told = f"Under {grant} {sentence}: one of the two is not right, or it has moved since."
+                elsewhere.add(crossed.records, Notice(crossed.leaf, PLACED_OTHERWISE, told, crossed.records))
         times = (self._back, self._late, self._approved_late, self._dated_late, outlawed, faster, elsewhere)
-        told = (notice for largest in times for notice in largest.in_order())
-        report.notices = (*self._uncosigned(), *map(_skipped, accounts.skips.in_order()), *told)
-        report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
+        notices = (notice for largest in times for notice in largest.in_order())
+        report.notices = (*self._uncosigned(), *map(_skipped, accounts.skips.in_order()), *notices)
+        report.notices_left_off = (
+            accounts.skips.left_off
+            + sum(largest.left_off for largest in times)
+            + len(self._elsewhere_left_off)
+        )
         report.announced_again, report.followed = tuple(accounts.announced_again), tuple(accounts.followed)
         report.miscounted, report.uncounted_from = tuple(continuity.miscounted), continuity.uncounted_from
         report.documents, report.doubted = self._agreements.documents, self._doubted.digest()
@@ -736,8 +743,13 @@ class _Run:
         found = self._agreements.judge(leaf.header)
         if not found:
             grant, records = leaf.header.grant_id, leaf.header.records
-            before = self._crossed.get(grant, _Crossed(index, 0))
-            self._crossed[grant] = before._replace(records=before.records + records)
+            for sentence in self._agreements.placed_otherwise(leaf.header):
+                told = self._elsewhere.setdefault(grant, {})
+                if sentence not in told and len(told) >= ELSEWHERE_MAX:
+                    self._elsewhere_left_off.add(grant)
+                    continue
+                before = told.get(sentence, _Crossed(index, 0))
+                told[sentence] = before._replace(records=before.records + records)
         if not found and (why := self._agreements.outlawed(leaf.header)):
             grant, records = leaf.header.grant_id, leaf.header.records
             outlawed = self._outlawed.get(grant)
@@ -747,21 +759,6 @@ class _Run:
                 else outlawed._replace(leaves=outlawed.leaves + 1, records=outlawed.records + records)
             )
         return found
-
-    def _placed_otherwise(self, grant: str, leaf: int) -> list[str]:
-        """Which of a grant's two regions says itself that it is elsewhere than the policy says by which records crossed."""
-        try:
-            agreement = self._agreements.agreement(grant)
-            said = () if agreement is None else agreement.placed_otherwise(self._trust)
-        except Exception as error:
-            self._report.find(
-                7, self._unjudged.sentence(error, f"The grant {grant} of leaf {leaf}"), leaf=leaf
-            )
-            return []
-        return [
-            f"Under {grant} {sentence}: one of the two is not right, or it has moved since."
-            for sentence in said
-        ]
 
     def _over_budget(self, index: int, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what its terms allow altogether."""

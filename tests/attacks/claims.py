@@ -250,6 +250,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         "policy says; where the destination's bundle names another one, verifier, report and proof say so",
         (
             "attacks/test_country_of_another.py",
+            "attacks/test_country_of_two_policies.py",
             "attacks/test_former_keys.py",
             "attacks/test_end_served_twice.py",
             "attacks/test_two_terms_of_one_id.py",
