@@ -61,7 +61,7 @@ class CopyAlarms:
             )
         elif not in_log:
             log.info("shard %s: %s, which nobody was told of", hosted.shard, what)
-        elif hosted.answers_early:
+        elif lost.told_early:
             self._tell_of_cut(
                 hosted.shard,
                 f"{what}, which the leader that followed did not have: with acks leader, publishers may have been told that they are there",

@@ -229,8 +229,9 @@ class FollowerCore:
             log = logs[place.log]
             if place.point < log.end:
                 if place.point.offset < log.end.offset:
+                    is_told = self.replica.may_be_told(log, place.point)
                     ready.lost.append(
-                        Lost(log.number, place.point.offset, log.end.offset, self._is_given_up(log))
+                        Lost(log.number, place.point.offset, log.end.offset, self._is_given_up(log), is_told)
                     )
                 log.cut(place.point)
                 ready.truncate.append(Truncate(log.number, place.point))

@@ -454,6 +454,8 @@ class LeaderCore:
             return
         self.phase = Phase.YIELDED
         self._yield = why
+        if self._handing is not None:
+            self.replica.handed_over = self.epoch, self._handing.answered
         self._handing = None
         self.followers = {}
         ready.deposed = True

@@ -27,12 +27,13 @@ class Truncate(NamedTuple):
 class Lost(NamedTuple):
     """Records of a leader before, from `begin` to before `end`, that its successor does not have. They are cut: nothing committed is among
     them, unless they are `given_up` (the record says that a leader was elected that may have lacked what was committed); with `acks: leader`, what was
-    acknowledged may be."""
+    acknowledged may be (`told_early`)."""
 
     log: int
     begin: int
     end: int
     given_up: bool = False
+    told_early: bool = False
 
 
 class Begin(NamedTuple):

@@ -149,10 +149,19 @@ class Replica:
     """the record's epoch when that was found: what an operator does comes later"""
     answers_early: bool = False
     """`acks: leader`: an append may be answered once it is durable on the leader, before it is committed"""
+    handed_over: tuple[int, dict[int, LogPoint]] | None = None
+    """the newest epoch that this process yielded after a hand-over, and per log the furthest that may have been answered in it: what it took since waits for its commit"""
 
     def __post_init__(self) -> None:
         newest = max((log.history.last for log in self.logs.values()), default=EpochStart(0, "", BEGINNING))
         self.fence = Fence(newest.epoch, newest.election)
+
+    def may_be_told(self, log: Log, point: LogPoint) -> bool:
+        """Whether anybody may have been told, before it was committed, of what stands in a log from `point` on."""
+        if not self.answers_early:
+            return False
+        handed = self.handed_over
+        return handed is None or handed[0] != log.history.last.epoch or point < handed[1][log.number]
 
     @property
     def stopped(self) -> bool:

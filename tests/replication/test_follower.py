@@ -148,6 +148,24 @@ def test_what_was_not_committed_is_cut_and_not_given_up() -> None:
     assert shard.hear("a", placed(2, 3, ask=shard.follower.ask)).lost == [Lost(0, 3, 5)]
 
 
+@pytest.mark.parametrize(
+    ("handed", "told"),
+    [(None, True), ((1, 3), False), ((1, 2), False), ((1, 4), True), ((2, 3), True)],
+    ids=["by nobody", "from there on", "from before", "from behind it", "in another epoch"],
+)
+def test_of_what_is_cut_nobody_was_told_that_was_taken_during_a_hand_over(
+    handed: tuple[int, int] | None, told: bool
+) -> None:
+    """`acks: leader`: a leader that hands over takes what comes, and answers once it is committed."""
+    shard = Shard("b", end=5, starts=((1, 0),), commit=2)
+    shard.replica.answers_early = True
+    if handed is not None:
+        shard.replica.handed_over = handed[0], {0: LogPoint(handed[1])}
+    shard.read(record(epoch=3))
+    shard.sync()
+    assert shard.hear("a", placed(3, 3, ask=shard.follower.ask)).lost == [Lost(0, 3, 5, told_early=told)]
+
+
 def test_the_commit_point_is_the_leaders_as_far_as_its_own_disk_has_it() -> None:
     shard = following()
     shard.hear("a", append(2, 0, 0, 3, ask=1, commit=2))

@@ -749,6 +749,7 @@ def test_a_leader_that_answered_early_hands_over_once_every_copy_in_sync_has_tha
     )
     assert ready.swap is not None and ready.swap.record.yielded == Yielded(1, why)
     assert ready.swap.record.isr == members("a1 b1 c1")
+    assert shard.replica.handed_over == (1, {0: LogPoint(3)}), "what it cuts behind that nobody was told of"
 
 
 def test_a_move_leads_to_another_leader_once_that_one_has_what_was_answered() -> None:
