@@ -369,9 +369,16 @@ async def test_an_ephemeral_stream_begins_anew_with_each_election_and_its_reader
             await region.start("b2")
             with pytest.raises(RequestError, match="created anew"):
                 await waiting
-            assert await stream.publish(b"after") == 0
+            async with asyncio.timeout(60):
+                while True:
+                    try:
+                        assert await stream.publish(b"after") == 0
+                        break
+                    except RequestError as error:
+                        # On a busy machine it may be elected for once more meanwhile.
+                        assert "created anew" in error.sentence
             assert bytes((await anext(records)).payload) == b"after"
-            assert [gap.reason.name for gap in gaps] == ["RECREATED"]
+            assert {gap.reason.name for gap in gaps} == {"RECREATED"}
             assert (await client.describe_stream(name)).incarnation != incarnation
 
 
