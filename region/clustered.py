@@ -333,7 +333,7 @@ class Clustered:
         )
         if self.replicas is not None:
             told += (
-                f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {broker}: {sentence}."
+                f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {broker}: {sentence.removesuffix('.')}."
                 for shard, sentence in sorted(self.replicas.host.alarms.items())
             )
         if self.audit is not None and self.audit.trouble:
