@@ -23,7 +23,13 @@ from cli.agent import (
 )
 from cli.approval import approve, submit
 from cli.exits import EXIT_REFUSED
-from cli.grant_notes import backlog_note, waiting_notes, what_it_waits_for, where_truncations_are
+from cli.grant_notes import (
+    backlog_note,
+    silent_notes,
+    waiting_notes,
+    what_it_waits_for,
+    where_truncations_are,
+)
 from cli.grants import (
     add_right,
     default_bridge,
@@ -888,6 +894,8 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
             "No link has been reported. Links are shown in the region that records leave, a second or two after its bridge runs with an "
             "active grant (felix bridge list)"
         )
+    for sentence in silent_notes(links, now_ms()):
+        note(sentence)
     for agent in agents:
         for problem in agent.problems:
             note(problem)

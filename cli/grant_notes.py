@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Final
 
 from felix.messages import LinkState, StreamState
 from felix.names import SpiffeId
 from policy.grant import GrantState, GrantView, carrying_rank
 from policy.terms import GrantTerms
+
+SILENT_AFTER_MS: Final = 30_000
+"""An agent reports its links every second: who said nothing for so long is gone, whatever its last word was."""
+
+
+def silent_notes(links: Iterable[LinkState], now_ms: int) -> list[str]:
+    """A sentence for each bridge whose agent has reported nothing for a while: what is shown of its links is of then."""
+    newest: dict[str, int] = {}
+    for link in links:
+        newest[link.bridge] = max(link.reported_ms, newest.get(link.bridge, 0))
+    return [
+        f"{bridge} has said nothing for {(now_ms - reported) // 1_000:,} s: its links are shown as they were then. Look whether its agent runs, and reaches this region."
+        for bridge, reported in sorted(newest.items())
+        if reported and now_ms - reported > SILENT_AFTER_MS
+    ]
 
 
 def waiting_notes(views: Iterable[GrantView], region: str, connected: Collection[str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 import felix
+from cli.grant_notes import SILENT_AFTER_MS
 from cli.setting import connect
 from cli.top import Sample
 from felix.errors import FelixError
@@ -21,8 +22,6 @@ from felix.messages import AuditLog, Denial, GrantSummary, LinkState, MeshPage
 
 ENDED: Final = frozenset(("revoked", "expired"))
 """States of a grant under which nothing is still to cross."""
-SILENT_AFTER_MS: Final = 30_000
-"""An agent reports its links every second: who said nothing for so long is gone, whatever its last word was."""
 
 
 class Survey(msgspec.Struct, frozen=True):

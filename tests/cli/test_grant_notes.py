@@ -10,7 +10,13 @@ import pytest
 from departures import terms
 from msgspec.structs import replace
 
-from cli.grant_notes import backlog_note, carried_by_another, waiting_notes, where_truncations_are
+from cli.grant_notes import (
+    backlog_note,
+    carried_by_another,
+    silent_notes,
+    waiting_notes,
+    where_truncations_are,
+)
 from felix.messages import LinkState
 from policy.approval import Tally
 from policy.grant import GrantState, GrantView
@@ -174,3 +180,17 @@ def test_a_truncation_is_accepted_at_the_source_and_another_region_names_it() ->
     there = where_truncations_are(view(GrantState.ACTIVE), "eu-west")
     assert "felix bridge resume g-old --accept-truncation --region us-east" in there
     assert "felix bridge status" in where_truncations_are(view(GrantState.ACTIVE), "us-east")
+
+
+def test_a_bridge_whose_agent_says_nothing_any_more_is_named_once() -> None:
+    other = "spiffe://us-east.acme/bridge/us-to-ap"
+    links = [
+        replace(link(0, 9), reported_ms=1_000_000),
+        replace(link(1, 9), reported_ms=1_010_000),
+        replace(link(0, 9), bridge=other, reported_ms=1_080_000),
+        # A broker of before says no time.
+        replace(link(0, 9), bridge=f"{other}-2"),
+    ]
+    (said,) = silent_notes(links, 1_093_000)
+    assert said.startswith(f"{BRIDGE} has said nothing for 83 s: its links are shown as they were then")
+    assert silent_notes(links, 1_040_000) == []
