@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.exits import EXIT_DAMAGED
-from cli.output import counted, err, iso, out, print_json, progress, styled, table
+from cli.output import counted, err, iso, note, out, print_json, progress, styled, table
 from cli.setting import JsonOption, RegionOption, folder_of, read_file
 from felix import __version__
 from felix.errors import Code, RequestError, UnavailableError
@@ -20,8 +20,8 @@ from felix.storage.release_mark import require_release
 from keys.keyring import Keyring, open_keyring
 from keys.shared import RegionKeys, SharedKeyring, open_stored
 from region.folder import RegionFolder
-from region.log.begun_shards import missing_shards
-from region.log.companions import JournalKind, kind_of, shard_of
+from region.log.begun_shards import give_leave, missing_shards
+from region.log.companions import RECORDS, JournalKind, kind_of, shard_of
 from region.log.directory import (
     StoredStream,
     folder_name,
@@ -226,6 +226,20 @@ def restore(
                     "folder": str(targets[number]),
                 }
             )
+        # What views noted beside the records is in no store.
+        journals = [
+            number
+            for place, number in missing_shards(files, streams)
+            if place == folder_name(name, chosen[0])
+            and kind_of(number) != RECORDS
+            and shard_of(number) in restorations
+        ]
+        for number in journals:
+            give_leave(files, shard_folder(streams, name, chosen[0], number))
+    if journals:
+        note(
+            f"What is not in the store begins anew: {', '.join(map(_shard_name, journals))}. Jobs that were done, or records that were acknowledged, are given out again."
+        )
     kept = [number for number in numbers if number not in restorations]
     if json:
         print_json({"stream": str(name), "incarnation": chosen[0].hex(), "shards": rows, "kept": kept})

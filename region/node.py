@@ -208,9 +208,9 @@ class Node:
                 snapshot_told.ends()
 
         async def retain() -> None:
-            await parts.directory.remember_begun()
             self.subscriptions.hold_all()
             await streams.maintenance.sweep(await parts.retention_clock.now_ms())
+            await parts.directory.remember_begun()
 
         async def compact() -> None:
             await streams.maintenance.compact(self.broker.streams_ms())

@@ -12,6 +12,7 @@ its shard's folder is on the disk for good. Shards with copies are not named: th
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -100,8 +101,18 @@ class BegunShards:
     def save(self, taken: tuple[int, bytes]) -> None:
         """Blocks. Raises OSError, and leaves what was saved before."""
         changes, payload = taken
+        if changes < self._saved:
+            return  # what was taken later is written already
         save_checked(self._files, self._data / BEGUN_SHARDS_NAME, payload)
         self._saved = changes
+
+
+def give_leave(files: Files, folder: Path) -> None:
+    """Have a log that is gone begin anew. Blocks. Raises OSError."""
+    files.make_folder(folder)
+    files.close(files.open(folder / BEGIN_ANEW_NAME, os.O_CREAT | os.O_RDWR))
+    files.sync_folder(folder)
+    files.sync_folder(folder.parent)
 
 
 def require_folder(files: Files, folder: Path, number: int) -> None:
@@ -110,13 +121,15 @@ def require_folder(files: Files, folder: Path, number: int) -> None:
     if not names:
         shard, kind = shard_of(number), kind_of(number)
         what, then = f"shard {shard}", "the shard begins anew at offset 0"
+        store = ", or run `felix log restore` where its segments are in a store"
         if kind != RECORDS:
             of = JournalKind(kind).name.lower() if kind in set(JournalKind) else str(kind)
             what = f"the journal of shard {shard} ({of})"
+            store = ""
             then = "it begins anew, and jobs that were done, or records that were acknowledged, are given out again"
         raise CorruptionError(
             f"{folder} is gone, or empty, and {what} was there: somebody removed it, or its disk lost it.",
-            hint="Put it back from where it went, as from `lost+found`, or from a backup, or run `felix log restore` where its segments are in a store. "
+            hint=f"Put it back from where it went, as from `lost+found`, or from a backup{store}. "
             f"If what it had is lost for good, put an empty file `{BEGIN_ANEW_NAME}` into that folder: at the broker's next start {then}.",
         )
     if BEGIN_ANEW_NAME in names and len(names) > 1:

@@ -193,6 +193,8 @@ class LogDirectory:
         self._ending = LazyThreadEvent()
         # Held while objects of a deleted stream are deleted: two threads may come to it.
         self._finishing = Lock()
+        # Held while it is written which shards were begun.
+        self._saving = Lock()
         self.commit_pool.submit(self._finish_deletions)
 
     @property
@@ -390,6 +392,8 @@ class LogDirectory:
         for folder in folders:
             if folder.name.isdecimal():
                 self._begun.discard(folder.parent.name, int(folder.name))
+        # Before they go: after a crash they would be taken for lost.
+        await self.remember_begun()
         await asyncio.get_running_loop().run_in_executor(self.commit_pool, self._delete_copy, folders, kept)
 
     def _delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None:
@@ -506,9 +510,14 @@ class LogDirectory:
             return
         loop, taken = asyncio.get_running_loop(), self._begun.taken()
         try:
-            await loop.run_in_executor(self.maintenance_pool, self._begun.save, taken)
+            # Behind no commit, and behind no pass of compaction, which takes minutes.
+            await loop.run_in_executor(self.creation_pool, self._save_begun, taken)
         except OSError as error:
             log.debug("which shards were begun could not be written: %s", error)
+
+    def _save_begun(self, taken: tuple[int, bytes]) -> None:
+        with self._saving:
+            self._begun.save(taken)
 
     async def close(self) -> None:
         """Close every shard, the threads and the lock."""

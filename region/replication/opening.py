@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from felix.errors import CorruptionError, FelixError, UnavailableError
 from felix.runtime.port import Runtime
@@ -96,6 +97,12 @@ class CopyOpener:
                 log.error("shard %s: broker %s has left its in-sync set", shard, self._broker)
                 return
 
+    def _make_lasting(self, folder: Path) -> None:
+        """A folder in the place of one that is gone, perhaps with its stream's: no crash takes its name back."""
+        self._files.make_folder(folder)
+        for above in (folder.parent, folder.parent.parent):
+            self._files.sync_folder(above)
+
     def _open_logs_of(self, plan: ShardPlan, *, anew: bool) -> dict[int, ReplicaDisk]:
         disks: dict[int, ReplicaDisk] = {}
         open_log = partial(
@@ -106,6 +113,8 @@ class CopyOpener:
                 try:
                     if each.gone is not None and not anew:
                         raise each.gone
+                    if each.gone is not None:
+                        self._make_lasting(each.folder)
                     disks[each.number] = open_log(replace(each, gone=None))
                 except CorruptionError as error:
                     if not anew:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
+from typing import cast
 
 import pytest
 from log.building import batch_of
 
 from felix.errors import CorruptionError
 from felix.names import StreamName
+from felix.runtime.real import REAL
 from felix.settings import EPHEMERAL
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
 from felix.storage.small_file import TEMPORARY_SUFFIX
+from region.cluster.mirror import ClusterMirror
+from region.cluster.records import ShardId
 from region.log.begun_shards import (
     BEGIN_ANEW_NAME,
     BEGUN_SHARDS_NAME,
@@ -21,7 +29,12 @@ from region.log.begun_shards import (
     read_begun_shards,
 )
 from region.log.directory import LogDirectory, folder_name, shard_folder
+from region.log.open_logs import OpenLogs
+from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.replication.disk import LogPlan
+from region.replication.hosted import ShardPlan
+from region.replication.opening import CopyOpener
 
 NAME = StreamName.parse("acme/payments/orders")
 INCARNATION = bytes(range(16))
@@ -154,3 +167,53 @@ async def test_a_full_disk_keeps_nothing_from_going_on_and_the_next_turn_writes_
     assert read_begun_shards(files, tmp_path) == {PLACE: {0}}
     assert not any(name.endswith(TEMPORARY_SUFFIX) for name in files.names(tmp_path))
     await directory.close()
+
+
+async def test_it_is_written_beside_a_pass_of_compaction(tmp_path: Path) -> None:
+    directory = LogDirectory(tmp_path, "us-east")
+    await opened(directory, 0)
+    end = threading.Event()
+    under_way = directory.maintenance_pool.submit(end.wait, 300)
+    try:
+        async with asyncio.timeout(60):
+            await directory.remember_begun()
+        assert read_begun_shards(DiskFiles(), tmp_path) == {PLACE: {0}} and not under_way.done()
+    finally:
+        end.set()
+    await directory.close()
+
+
+async def test_a_copy_that_moves_away_is_forgotten_before_it_goes(tmp_path: Path) -> None:
+    await begin(tmp_path)
+    directory = LogDirectory(tmp_path, "us-east")
+    folder = await directory.make_folder(NAME, INCARNATION, 1)
+    await directory.delete_copy([folder], [])
+    assert read_begun_shards(DiskFiles(), tmp_path) == {PLACE: {0}}, "also where the broker is killed now"
+    assert missing_shards(DiskFiles(), tmp_path) == []
+    await directory.close()
+
+
+async def test_a_copy_in_the_place_of_a_stream_that_is_gone_outlives_the_power() -> None:
+    root = Path("/data/b1/streams")
+    disk = MemoryDisk()
+    files = disk.mount()
+    files.make_folder(root)
+    for each in (root, *root.parents):
+        files.sync_folder(each)
+    gone = CorruptionError("It is gone.")
+    plan = LogPlan(
+        0, folder_of(root, 0), ShardIdentity("us-east", str(NAME), INCARNATION, 0), kept_in=root, gone=gone
+    )
+    with ThreadPoolExecutor(1) as pool:
+        opener = CopyOpener(
+            "b1", cast(ClusterMirror, None), files=files, runtime=REAL, open_logs=OpenLogs(), pool=pool, closing_pool=pool
+        )  # fmt: skip
+        shards = ShardPlan(ShardId(INCARNATION.hex(), 0), (plan,), "fsync")
+        with pytest.raises(CorruptionError, match="It is gone"):
+            await opener.open(shards)
+        assert not files.exists(folder_of(root, 0))
+        (copy,) = (await opener.open(shards, anew=True)).values()
+        copy.sync()
+    for seed in range(8):
+        disk.lose_power(Random(seed))
+        assert disk.mount().exists(folder_of(root, 0)), "what it acknowledges is in a folder that lasts"

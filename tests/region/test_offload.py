@@ -131,6 +131,7 @@ async def test_a_lost_folder_is_restored_with_the_command(
     async with running(folder, storage=storage) as node, client(folder) as region:
         await region.create_stream(ROLLS, views=Views(offload=Offload(url, 0)))
         await fill(region, 0, 200)
+        await region.stream(ROLLS).create_subscription("crew")
         await until(lambda: shard_of(node).segment_count > 3 and not shard_of(node).offload_waiting_bytes)
         last = shard_of(node)._files.disk.segments[-1].base_offset  # type: ignore[union-attr]
         before = shard_of(node).epochs.current
@@ -178,6 +179,10 @@ async def test_a_lost_folder_is_restored_with_the_command(
         assert shard_of(node).epochs.current > before
         await fill(region, last, 20)
         assert await read_all(region, last + 20) == expected(last + 20)
+        # What a subscription had noted is in no store: it begins anew, and serves.
+        async with region.stream(ROLLS).consumer("crew") as consumer:
+            assert await consumer.ack(await anext(consumer))
+        assert not node.broker.streams.disks.problems()
     assert store.list_names(f"file://{tmp_path}/nowhere") == []
 
 
