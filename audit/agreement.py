@@ -745,12 +745,17 @@ class Agreements:
         except FelixError as error:
             return [f"{what}: {error.sentence}"]
         attempt = Attempt(stream, header.source_region, header.destination_region, bridge, header.path)
-        problem, is_older = self._refusal(held, self._book(held), attempt, header), False
-        if problem and (older := self._older_book(held, stream, header)) is not None:
-            # It was on its way when a half was signed again, or may not stand under the one before either.
-            problem, is_older = self._refusal(held, older, attempt, header), True
+        problem, is_older = self._standing(held, attempt, header)
         self._judged = None if problem else (header, is_older)
         return [f"{what}: {problem}"] if problem else []
+
+    def _standing(self, held: _Held, attempt: Attempt, header: Header) -> tuple[str, bool]:
+        """Why a crossing may not stand here, or nothing; and whether that is by halves that were replaced."""
+        problem = self._refusal(held, self._book(held), attempt, header)
+        if not problem or (older := self._older_book(held, attempt.stream, header)) is None:
+            return problem, False
+        # It was on its way when a half was signed again, or may not stand under the one before either.
+        return self._refusal(held, older, attempt, header), True
 
     def outlawed(self, header: Header) -> str:
         """Of a crossing that may stand here: why the newest policy of the own side in the log, or the one that its half names once that is over, does not allow it; or nothing. Brokers ask the
@@ -898,10 +903,7 @@ class Agreements:
         else:
             bridge = SpiffeId.parse(header.bridge)
             attempt = Attempt(stream, header.source_region, header.destination_region, bridge, header.path)
-            is_older = (
-                bool(self._refusal(held, self._book(held), attempt, header))
-                and self._older_book(held, stream, header) is not None
-            )
+            _, is_older = self._standing(held, attempt, header)
         if is_older:
             assert held.older is not None
             return held.older[:2]

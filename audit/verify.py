@@ -742,14 +742,7 @@ class _Run:
             self._does_not_show(WITHOUT_PATH_UNSUPPORTED)
         found = self._agreements.judge(leaf.header)
         if not found:
-            grant, records = leaf.header.grant_id, leaf.header.records
-            for sentence in self._agreements.placed_otherwise(leaf.header):
-                told = self._elsewhere.setdefault(grant, {})
-                if sentence not in told and len(told) >= ELSEWHERE_MAX:
-                    self._elsewhere_left_off.add(grant)
-                    continue
-                before = told.get(sentence, _Crossed(index, 0))
-                told[sentence] = before._replace(records=before.records + records)
+            self._note_elsewhere(index, leaf.header)
         if not found and (why := self._agreements.outlawed(leaf.header)):
             grant, records = leaf.header.grant_id, leaf.header.records
             outlawed = self._outlawed.get(grant)
@@ -759,6 +752,16 @@ class _Run:
                 else outlawed._replace(leaves=outlawed.leaves + 1, records=outlawed.records + records)
             )
         return found
+
+    def _note_elsewhere(self, index: int, header: Header) -> None:
+        """Where one of the two regions says itself that it is elsewhere than a policy says by which this crossing stands."""
+        for sentence in self._agreements.placed_otherwise(header):
+            told = self._elsewhere.setdefault(header.grant_id, {})
+            if sentence not in told and len(told) >= ELSEWHERE_MAX:
+                self._elsewhere_left_off.add(header.grant_id)
+                continue
+            before = told.get(sentence, _Crossed(index, 0))
+            told[sentence] = before._replace(records=before.records + header.records)
 
     def _over_budget(self, index: int, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what its terms allow altogether."""

@@ -110,12 +110,13 @@ class CopyOpener:
         )
         try:
             for each in plan.logs:
-                try:
-                    if each.gone is not None and not anew:
+                if each.gone is not None:
+                    if not anew:
                         raise each.gone
-                    if each.gone is not None:
-                        self._make_lasting(each.folder)
-                    disks[each.number] = open_log(replace(each, gone=None))
+                    self._make_lasting(each.folder)
+                    each = replace(each, gone=None)
+                try:
+                    disks[each.number] = open_log(each)
                 except CorruptionError as error:
                     if not anew:
                         raise

@@ -26,6 +26,11 @@ UNANSWERED_S: Final = 10.0
 """A disk that has not answered for so long is said to, as of copies (region.replication.leader.HUNG_MS)."""
 
 
+def _counted(count: int, one: str, several: str) -> tuple[str, str]:
+    """So many, in words; and what stands behind the first of them, which is named."""
+    return (f"1 {one}", "") if count == 1 else (f"{count} {several}", ", …")
+
+
 class StreamDisks:
     """Of the streams in `index`. `awaited`: the logs of a stream that are to be opened again; None where it waits for none."""
 
@@ -118,7 +123,7 @@ class StreamDisks:
         waiting = [(stream, number) for stream in self._index for number in self._awaited(stream) or ()]
         if waiting:
             stream, number = waiting[0]
-            shards, more = ("1 log does", "") if len(waiting) == 1 else (f"{len(waiting)} logs do", ", …")
+            shards, more = _counted(len(waiting), "log does", "logs do")
             told.append(
                 f"The disk has failed: {shards} not serve ({stream.text} shard {shard_of(number)}{more}). What is there is opened again by itself, if it can be."
             )
@@ -142,7 +147,7 @@ class StreamDisks:
         if not found:
             return []
         name, number, why = found[0]
-        logs, more = ("1 log does", "") if len(found) == 1 else (f"{len(found)} logs do", ", …")
+        logs, more = _counted(len(found), "log does", "logs do")
         return [
             f"{logs} not serve, damaged or gone ({name} shard {shard_of(number)}{more}), and what is put back counts once the broker starts again: {why}"
         ]
@@ -157,7 +162,7 @@ class StreamDisks:
         if not waiting:
             return []
         longest_s, first = max(waiting, key=lambda each: each[0])
-        shards, more = ("1 shard waits", "") if len(waiting) == 1 else (f"{len(waiting)} shards wait", ", …")
+        shards, more = _counted(len(waiting), "shard waits", "shards wait")
         return [
             f"The disk has not answered for {longest_s:.0f} s: {shards} for it ({first.stream} shard {first.shard}{more}). What is published there is answered "
             "once it does."
@@ -169,9 +174,8 @@ class StreamDisks:
         places = [*((each.stream, each.shard) for each in full), *unopened]
         if not places:
             return []
-        shards = "1 shard takes" if len(places) == 1 else f"{len(places)} shards take"
+        shards, more = _counted(len(places), "shard takes", "shards take")
         name, number = places[0]
-        more = ", …" if len(places) > 1 else ""
         return [
             f"The disk is full: {shards} nothing that is published ({name} shard {number}{more}). Reading goes on; publishing does once there is room."
         ]
@@ -188,7 +192,7 @@ class StreamDisks:
         if not waiting:
             return []
         name, number, why = waiting[0]
-        shards, more = ("1 shard", "") if len(waiting) == 1 else (f"{len(waiting)} shards", ", …")
+        shards, more = _counted(len(waiting), "shard", "shards")
         return [
             f"{shards} could not be opened ({name} shard {number}{more}), which is tried again by itself: {why}"
         ]
